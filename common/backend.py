@@ -1,0 +1,170 @@
+"""The engine seam: what the daemons need from an engine, whatever stands behind it (ours, a fake one, a serving engine).
+
+A backend lives on the event loop; it hides the engine's own thread (common/worker.py). All methods are called on the
+event loop unless said otherwise. Nothing here knows torch, sockets or HTTP.
+
+    decoded:   gen = await backend.open(request)         state memory is reserved
+               gen.compute()                             local: prompt chunks join the batch
+               gen.sink -> net writes rows ... gen.import_done(n - 1)       remote
+               async for output in gen: ...              PromptLogprobs?, TokenOutput*
+    prefilld:  job = backend.prefill(task)
+               async for item in job: ...                ComputedSegment* and ChunkDone*, in order of computation
+               job.release()                             after the last acknowledgement, or to cancel
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from common.layout import StateLayout
+from common.request import PromptLogprobs, Request, TokenOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Identity and limits of the loaded model. Digests are hex; equal content has equal digests on every machine."""
+
+    name: str
+    weights_digest: str
+    config_digest: str
+    tokenizer_digest: str
+    layout: StateLayout
+    vocab_size: int
+    max_context: int
+    eos_token_ids: tuple[int, ...]
+    numerics: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTask:
+    """Compute the state of prompt tokens [start, len(tokens)): `tokens` already lacks the last prompt token.
+
+    `start` > 0 means the receiver holds [0, start); what the engine itself must recompute for that is its own affair.
+    """
+
+    request_id: str
+    tokens: tuple[int, ...]
+    start: int = 0
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedSegment:
+    """Rows [start, stop) of the given layer numbers, final. Buffers are in StateLayout's segment order, read-only and
+    unchanged until PrefillJob.release(). `is_last` marks the last segment of the whole job.
+    """
+
+    start: int
+    stop: int
+    layers: tuple[int, ...]
+    buffers: tuple[memoryview, ...]
+    computed_at: float
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkDone:
+    """One chunk went through all layers. Instants are monotonic seconds of this process."""
+
+    start: int
+    stop: int
+    started_at: float
+    ended_at: float
+
+
+class PrefillJob(Protocol):
+    """A running prefill. Iteration raises RequestFailed or EngineDead; it ends after the segment with `is_last`."""
+
+    def __aiter__(self) -> AsyncIterator[ComputedSegment | ChunkDone]: ...
+
+    def set_paused(self, paused: bool) -> None:
+        """Back-pressure: a paused job gets no further chunk until it is resumed; the running chunk ends first."""
+
+    def release(self) -> None:
+        """The state may be freed. Before the end this cancels: no further chunk starts. Idempotent."""
+
+
+@runtime_checkable
+class StateSink(Protocol):
+    """Where received state goes. `buffers` may be called from any thread."""
+
+    def buffers(self, start: int, stop: int, layers: tuple[int, ...]) -> tuple[memoryview, ...]:
+        """Writable memory of the segment's rows, in StateLayout's segment order, byte-sized views."""
+
+    def landed(self, start: int, stop: int, layers: tuple[int, ...]) -> None:
+        """The segment's verified bytes are in place."""
+
+
+@dataclass(slots=True)
+class Marks:
+    """Monotonic instants of a generation; 0.0 until it happened."""
+
+    opened_at: float = 0.0
+    prefill_started_at: float = 0.0
+    prefill_ended_at: float = 0.0
+    joined_at: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+
+
+class Generation(Protocol):
+    """One request in the engine. Iteration yields PromptLogprobs at most once, then TokenOutputs of all choices, and
+    ends after every choice finished or was cancelled; it raises RequestFailed or EngineDead.
+    """
+
+    marks: Marks
+
+    @property
+    def sink(self) -> StateSink: ...
+
+    def compute(self) -> None:
+        """Compute whatever of the prompt is not held yet, here. Also the fallback after a failed transfer."""
+
+    def import_done(self, num_tokens: int) -> None:
+        """State of [0, num_tokens) is in place and verified; the sequence joins the batch. `num_tokens` is n - 1."""
+
+    def cancel(self, choice: int | None = None) -> None:
+        """Stop one choice (a stop string matched) or all of it, and free its state. Idempotent."""
+
+    def __aiter__(self) -> AsyncIterator[TokenOutput | PromptLogprobs]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStats:
+    """A snapshot for status, metrics and admission."""
+
+    num_running: int = 0
+    num_prefilling: int = 0
+    num_waiting: int = 0
+    state_bytes: dict[str, int] = field(default_factory=dict)
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    last_progress_at: float = 0.0
+    is_alive: bool = True
+
+
+class Backend(Protocol):
+    """An engine as the daemons see it."""
+
+    info: ModelInfo
+
+    async def start(self) -> None:
+        """Load the model and start the engine thread. Raises StartupError."""
+
+    async def close(self) -> None:
+        """Stop the engine thread; whatever runs ends with EngineDead."""
+
+    async def open(self, request: Request) -> Generation:
+        """Reserve state memory for the request and all its choices. Raises RequestFailed when it can never fit."""
+
+    def prefill(self, task: PrefillTask) -> PrefillJob:
+        """Start computing the state of a prompt. It is queued fairly among the others."""
+
+    def state_bytes(self, num_tokens: int, num_choices: int = 1) -> int:
+        """State memory that a request of so many tokens (prompt + output) reserves."""
+
+    def stats(self) -> BackendStats:
+        """A snapshot; cheap, callable at any rate."""

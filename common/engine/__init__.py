@@ -1,0 +1,1 @@
+"""torch and transformers: loading, state, attention, running, sampling. No network."""

@@ -1,0 +1,98 @@
+"""What state a model has: one StateSpec per (layer, kind), in wire order. Plain data; nothing here knows a model family.
+
+Kinds: `full` (rows for every token), `window` (the last window-1 earlier rows matter), `latent` (MLA rows), `recurrent`
+(fixed size, valid at exactly one position). A layer that is two at once has two entries. Everywhere on the wire and in
+the engine a "layer number" is an index into StateLayout.states.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Literal
+
+Kind = Literal["full", "window", "latent", "recurrent"]
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "int32": 4, "int64": 8, "float64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a state. `shape` is per token (heads, head_dim) for row kinds, whole for `recurrent`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's row (of the whole tensor for `recurrent`)."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """State of one kind in one layer. `window` counts the token itself: window-1 earlier rows matter; 0 when not a window."""
+
+    layer: int
+    kind: Kind
+    tensors: tuple[TensorSpec, ...]
+    window: int = 0
+
+    @property
+    def is_rows(self) -> bool:
+        """True when the state is one row per token (all kinds but `recurrent`)."""
+        return self.kind != "recurrent"
+
+    def needed_from(self, position: int) -> int:
+        """First token row that a continuation at `position` reads."""
+        return max(0, position - self.window + 1) if self.kind == "window" else 0
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Bytes of `num_tokens` rows (fixed for `recurrent`)."""
+        rows = num_tokens if self.is_rows else 1
+        return rows * sum(t.row_bytes for t in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """All states of a model in wire order.
+
+    A segment (start, stop, layers) holds, for each layer number in the order given and for each tensor of that state,
+    rows [start, stop) token by token, C order, little endian; nothing between them.
+    """
+
+    states: tuple[StateSpec, ...]
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of kinds, shapes and dtypes; equal layouts have equal digests on every machine."""
+        text = json.dumps([asdict(s) for s in self.states], sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes per token over the `full` and `latent` states."""
+        return sum(s.num_bytes(1) for s in self.states if s.kind in ("full", "latent"))
+
+    def segment_bytes(self, start: int, stop: int, layers: tuple[int, ...]) -> int:
+        """Raw bytes of a segment. Raises IndexError when a layer number is not in the layout."""
+        return sum(self.states[n].num_bytes(stop - start) for n in layers)
+
+    def transfer_bytes(self, start: int, stop: int) -> int:
+        """Raw bytes that must cross for a receiver that holds [0, start) to continue at `stop`."""
+        total = 0
+        for spec in self.states:
+            first = max(start, spec.needed_from(stop)) if spec.is_rows else stop - 1
+            total += spec.num_bytes(max(0, stop - first))
+        return total
+
+    def required_segments(self, start: int, stop: int) -> dict[int, tuple[int, int]]:
+        """Layer number -> rows [first, stop) that must have arrived before a token is made at `stop`."""
+        out: dict[int, tuple[int, int]] = {}
+        for n, spec in enumerate(self.states):
+            first = max(start, spec.needed_from(stop)) if spec.is_rows else max(start, stop - 1)
+            if first < stop:
+                out[n] = (first, stop)
+        return out

@@ -1,0 +1,1 @@
+"""asyncio / uvloop transports for wire/."""

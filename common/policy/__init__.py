@@ -1,0 +1,1 @@
+"""Pure decisions: frozen facts and now in, a decision out."""

@@ -1,0 +1,1 @@
+"""Continuous batching and state bookkeeping. No torch."""

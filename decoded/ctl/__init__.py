@@ -1,0 +1,1 @@
+"""decodectl: one file per verb."""

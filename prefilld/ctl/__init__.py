@@ -1,0 +1,1 @@
+"""prefillctl: one file per verb."""
