@@ -1,4 +1,4 @@
-"""The engine seam: what the daemons need from an engine, whatever stands behind it (ours, a fake one, a serving engine).
+"""The engine seam: what the daemons need from an engine, whatever stands behind it (ours, a fake, a serving engine).
 
 A backend lives on the event loop; it hides the engine's own thread (common/worker.py). All methods are called on the
 event loop unless said otherwise. Nothing here knows torch, sockets or HTTP.

@@ -1,4 +1,4 @@
-"""What state a model has: one StateSpec per (layer, kind), in wire order. Plain data; nothing here knows a model family.
+"""What state a model has: one StateSpec per (layer, kind), in wire order. Plain data; knows no model family.
 
 Kinds: `full` (rows for every token), `window` (the last window-1 earlier rows matter), `latent` (MLA rows), `recurrent`
 (fixed size, valid at exactly one position). A layer that is two at once has two entries. Everywhere on the wire and in
@@ -33,7 +33,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """State of one kind in one layer. `window` counts the token itself: window-1 earlier rows matter; 0 when not a window."""
+    """State of one kind in one layer. `window` counts the token itself (window-1 earlier rows matter), else 0."""
 
     layer: int
     kind: Kind

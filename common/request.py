@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class SamplingParams:
     """How tokens are chosen. Validated by the API; the engine trusts it.
 
-    `top_k` 0, `top_p` 1.0, `min_p` 0.0 and penalties of 0 / 1 mean "off"; temperature 0 is greedy, ties to the lower id.
+    `top_k` 0, `top_p` 1.0, `min_p` 0.0 and penalties of 0 / 1 mean "off"; temperature 0 is greedy (ties: lower id).
     `logprobs` is the number of alternatives wanted per token (0 = the chosen token's only, None = none).
     `stop_token_ids` end the sequence like EOS. Stop *strings* are matched by the API on the text.
     """
