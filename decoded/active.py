@@ -1,0 +1,213 @@
+"""One request in flight: waits for admission, gets its prompt's state into a slot, streams tokens, stamps the times.
+
+Every way out ends in `_close` with exactly one counted outcome. The dispatcher creates it; the API iterates it once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+from common.backend import Generation
+from common.errors import NoPeer, Overloaded, PdError, PeerCancelled, PeerError, TransferError
+from common.policy.routing import RouteDecision
+from common.request import PromptLogprobs, Request, RequestReport, TokenOutput
+from decoded.remote import RemoteAttempt, record_transfer, start_remote
+
+if TYPE_CHECKING:
+    from decoded.dispatch import Dispatcher
+
+log = logging.getLogger(__name__)
+
+
+class ActiveRequest:
+    """One request in flight. Iterate it once; `cancel` may come at any time from the event loop."""
+
+    def __init__(self, dispatcher: Dispatcher, request: Request, arrived_at: float, *, is_queued: bool) -> None:
+        self.request, self.arrived_at = request, arrived_at
+        self.report = RequestReport(request.request_id, num_prompt_tokens=request.num_prompt_tokens)
+        self.decisions: list[dict[str, Any]] = []
+        self.stage = "queued" if is_queued else "admitted"
+        self.num_output_tokens = 0
+        self._dispatcher = dispatcher
+        self._admitted = asyncio.Event()
+        if not is_queued:
+            self._admitted.set()
+        self._generation: Generation | None = None
+        self._attempt: RemoteAttempt | None = None
+        self._is_cancelled = False
+        self._is_closed = False
+        self._joined_at = 0.0
+        self._last_output_at: dict[int, float] = {}
+
+    def admit(self) -> None:
+        """Called by the dispatcher when the request leaves the queue."""
+        self.stage = "admitted"
+        self._admitted.set()
+
+    def cancel(self, choice: int | None = None) -> None:
+        """Stop one choice, or everything everywhere: the queue, the peer, the engine. Idempotent."""
+        if choice is not None:
+            if self._generation is not None:
+                self._generation.cancel(choice)
+            return
+        self._is_cancelled = True
+        if self._attempt is not None:
+            self._attempt.cancel()
+        if self._generation is not None:
+            self._generation.cancel()
+        self._admitted.set()
+        if self.stage in ("queued", "admitted"):
+            self._close("cancelled")
+
+    def __aiter__(self) -> AsyncIterator[TokenOutput | PromptLogprobs]:
+        return self._outputs()
+
+    async def _outputs(self) -> AsyncIterator[TokenOutput | PromptLogprobs]:
+        outcome = "cancelled"
+        try:
+            if not await self._wait_admitted():
+                return
+            generation = self._generation = await self._dispatcher.backend.open(self.request)
+            if not await self._prefill(generation):
+                return
+            self.stage = "decoding"
+            async for output in generation:
+                if isinstance(output, TokenOutput):
+                    self._stamp(output, generation)
+                yield output
+            outcome = "cancelled" if self._is_cancelled else "ok"
+        except PdError as e:
+            outcome = "shed" if isinstance(e, Overloaded | NoPeer) else "error"
+            self.report.outcome = f"{outcome}: {e}"
+            raise
+        finally:
+            if self._generation is not None:
+                self._generation.cancel()
+            self._close(outcome)
+
+    async def _wait_admitted(self) -> bool:
+        await self._admitted.wait()
+        self.report.timing.queue_s = _now() - self.arrived_at
+        if self._is_cancelled:
+            return False
+        self.stage = "routing"
+        return True
+
+    async def _prefill(self, generation: Generation) -> bool:
+        """Get the prompt's state into the slot; False when cancelled meanwhile."""
+        failed: tuple[str, ...] = ()
+        while not self._is_cancelled:
+            started_at = _now()
+            decision = self._dispatcher.route(self.request, failed)
+            self._note(decision)
+            if decision.route == "local":
+                if decision.is_fallback:
+                    self._spend_fallback(decision)
+                self.stage = "prefill local"
+                self._joined_at = _now()
+                self.report.timing.route_s += self._joined_at - started_at
+                generation.compute()
+                return True
+            peer = decision.peer or ""
+            if await self._try_remote(generation, peer, started_at):
+                return True
+            failed = (*failed, peer)
+        return False
+
+    async def _try_remote(self, generation: Generation, peer: str, started_at: float) -> bool:
+        """True when the state is in place; False when this peer failed and another way must be found."""
+        client = self._dispatcher.client(peer)
+        timing, request_id = self.report.timing, self.request.request_id
+        sent_at = _now()
+        try:
+            if client is None:
+                raise TransferError(f"peer {peer} left the configuration")
+            timeout = self._dispatcher.settings.progress_timeout_s
+            self._attempt = start_remote(client, generation, self.request, sent_at, timeout)
+            self.stage = f"prefill at {peer}"
+            timing.route_s += sent_at - started_at
+            transfer = await self._attempt.wait()
+        except (PeerError, TransferError) as e:
+            if isinstance(e, PeerCancelled) and self._is_cancelled:
+                return False
+            # The time a failed attempt cost is queueing from the client's point of view.
+            timing.queue_s += _now() - sent_at
+            self._dispatcher.metrics.offload_failures.labels(peer, type(e).__name__).inc()
+            extra = {"request_id": request_id, "peer": peer, "error": type(e).__name__}
+            log.warning("remote prefill failed, looking for another way: %s", e, extra=extra)
+            self.decisions[-1]["failure"] = f"{type(e).__name__}: {e}"
+            return False
+        finally:
+            self._attempt = None
+        record_transfer(self.report, transfer, sent_at)
+        self._dispatcher.metrics.wire_bytes.labels(peer).inc(transfer.wire_bytes)
+        self._dispatcher.metrics.raw_bytes.labels(peer).inc(transfer.raw_bytes)
+        self._joined_at = _now()
+        timing.import_s = self._joined_at - transfer.last_byte_at
+        generation.import_done(self.request.num_prompt_tokens - 1)
+        return True
+
+    def _note(self, decision: RouteDecision) -> None:
+        report = self.report
+        report.route, report.peer, report.reason = decision.route, decision.peer, decision.reason
+        report.uncached_tokens = max(0, self.request.num_prompt_tokens - 1)
+        self.decisions.append(
+            {"route": decision.route, "reason": decision.reason, "peer": decision.peer, "terms": decision.terms}
+        )
+        self._dispatcher.metrics.routes.labels(decision.route, decision.reason).inc()
+
+    def _spend_fallback(self, decision: RouteDecision) -> None:
+        num_tokens = max(0, self.request.num_prompt_tokens - 1)
+        wait_s = self._dispatcher.fallback.take(num_tokens, _now())
+        extra = {"request_id": self.request.request_id, "reason": decision.reason, "num_tokens": num_tokens}
+        if wait_s > 0:
+            self._dispatcher.metrics.shed.labels("fallback").inc()
+            log.warning("no peer and the fallback budget is spent, answering 503", extra=extra)
+            raise NoPeer(
+                f"no prefill peer is usable ({decision.reason}) and the local fallback budget "
+                f"(fallback.local_prefill_tokens_per_s = {self._dispatcher.fallback.tokens_per_s:g}) is spent",
+                retry_after_s=wait_s,
+            )
+        self._dispatcher.metrics.fallbacks.labels(decision.reason).inc()
+        log.warning("no peer, prefilling here within the fallback budget", extra=extra)
+
+    def _stamp(self, output: TokenOutput, generation: Generation) -> None:
+        now = _now()
+        self._dispatcher.last_output_at = now
+        self.num_output_tokens += 1
+        last = self._last_output_at.get(output.choice)
+        self._last_output_at[output.choice] = now
+        if last is not None:
+            self._dispatcher.metrics.itl.observe(now - last)
+        elif self.num_output_tokens == 1:
+            self._stamp_first(now, generation)
+
+    def _stamp_first(self, now: float, generation: Generation) -> None:
+        timing, marks, report = self.report.timing, generation.marks, self.report
+        timing.ttft_s = now - self.arrived_at
+        if report.route == "local" and marks.prefill_started_at:
+            timing.queue_s += marks.prefill_started_at - self._joined_at
+            timing.prefill_s = marks.prefill_ended_at - marks.prefill_started_at
+            timing.first_token_s = now - marks.prefill_ended_at
+        else:
+            timing.first_token_s = now - self._joined_at
+        self._dispatcher.metrics.ttft.labels(report.route).observe(timing.ttft_s)
+
+    def _close(self, outcome: str) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.stage = "finished"
+        self.report.outcome = self.report.outcome or outcome
+        metrics, route = self._dispatcher.metrics, self.report.route
+        metrics.requests.labels(route, outcome).inc()
+        metrics.prompt_tokens.labels(route).inc(self.request.num_prompt_tokens)
+        metrics.output_tokens.inc(self.num_output_tokens)
+        self._dispatcher.forget(self)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

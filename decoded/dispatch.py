@@ -1,0 +1,172 @@
+"""The life of a request in decoded: admit, route, prefill (here or at a peer), stream tokens, one counted outcome.
+
+Decisions come from common/policy; this module only carries them out. The API sees Dispatcher.submit and ActiveRequest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from common.backend import Backend, BackendStats, ModelInfo
+from common.errors import InvalidRequest, Overloaded
+from common.net.pool import PeerClient
+from common.policy.admission import AdmissionController
+from common.policy.fallback import FallbackBudget
+from common.policy.routing import Mode, RouteDecision, decide
+from common.policy.views import Demand, PeerView, RequestView
+from common.request import Request
+from decoded.active import ActiveRequest
+from decoded.metrics import DecodeMetrics
+
+log = logging.getLogger(__name__)
+_KEPT_RECORDS = 1000
+
+
+@dataclass(slots=True)
+class DispatchSettings:
+    """What reload may change. `threshold_tokens` is also set by `decodectl threshold`."""
+
+    mode: Mode
+    threshold_tokens: float
+    max_attempts: int
+    progress_timeout_s: float
+    stall_s: float
+
+
+class Dispatcher:
+    """Owns admission, routing and the records of all requests."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        peers: Callable[[], Sequence[PeerClient]],
+        *,
+        admission: AdmissionController,
+        fallback: FallbackBudget,
+        settings: DispatchSettings,
+        metrics: DecodeMetrics,
+    ) -> None:
+        self.backend, self.peers = backend, peers
+        self.admission, self.fallback = admission, fallback
+        self.settings, self.metrics = settings, metrics
+        self.is_draining = False
+        self.active: dict[str, ActiveRequest] = {}
+        self.records: OrderedDict[str, ActiveRequest] = OrderedDict()
+        self.last_output_at = 0.0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def info(self) -> ModelInfo:
+        """The served model."""
+        return self.backend.info
+
+    def submit(self, request: Request, *, arrived_at: float) -> ActiveRequest:
+        """Admit or queue a request.
+
+        Raises:
+            Overloaded: a gate refused it, or this daemon is draining.
+            InvalidRequest: it can never fit.
+        """
+        if self.is_draining:
+            self._count_refusal("draining")
+            raise Overloaded(
+                "this server is draining and takes no new requests",
+                gate="draining",
+                value=len(self.active),
+                limit=0,
+                setting="decodectl resume",
+                retry_after_s=5.0,
+            )
+        if request.request_id in self.active:
+            raise InvalidRequest(f"request id {request.request_id!r} is in flight already", "X-Request-Id")
+        demand = Demand(
+            request.request_id,
+            request.num_prompt_tokens,
+            self.backend.state_bytes(request.state_tokens, request.num_choices),
+        )
+        try:
+            is_queued = self.admission.offer(demand) == "queued"
+        except Overloaded as e:
+            self._count_refusal(e.gate)
+            log.warning("request shed", extra={"request_id": request.request_id, "gate": e.gate, "why": str(e)})
+            raise
+        active = ActiveRequest(self, request, arrived_at, is_queued=is_queued)
+        self.active[request.request_id] = active
+        self._idle.clear()
+        return active
+
+    def forget(self, active: ActiveRequest) -> None:
+        """A request ended: free its admission, start who waited, keep its record for `explain`."""
+        request_id = active.request.request_id
+        self.active.pop(request_id, None)
+        for started in self.admission.release(request_id):
+            self.active[started].admit()
+        self.records[request_id] = active
+        while len(self.records) > _KEPT_RECORDS:
+            self.records.popitem(last=False)
+        if not self.active:
+            self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Until no request is in flight."""
+        await self._idle.wait()
+
+    def route(self, request: Request, failed_peers: tuple[str, ...]) -> RouteDecision:
+        """Decide over the peers as they are now."""
+        view = RequestView(
+            request.request_id,
+            request.num_prompt_tokens,
+            num_uncached_tokens=request.num_prompt_tokens - 1,
+            wants_prompt_logprobs=request.prompt_logprobs is not None,
+            forced_route=request.forced_route,
+            failed_peers=failed_peers,
+        )
+        settings = self.settings
+        return decide(
+            view,
+            [peer_view(p) for p in self.peers()],
+            mode=settings.mode,
+            threshold_tokens=settings.threshold_tokens,
+            max_attempts=settings.max_attempts,
+        )
+
+    def client(self, name: str) -> PeerClient | None:
+        """The peer of that name, if it is still configured."""
+        return next((p for p in self.peers() if p.name == name), None)
+
+    def readiness(self) -> tuple[bool, str]:
+        """Whether requests are served, and why not: draining, a dead engine, or work that waits while nothing moves."""
+        stats = self.backend.stats()
+        if not stats.is_alive:
+            return False, "the engine is dead"
+        if self.is_draining:
+            return False, "draining"
+        stalled = self._stalled_for(stats)
+        if stalled > self.settings.stall_s:
+            return False, f"{len(self.active)} requests wait and no token came for {stalled:.0f} s (health.stall)"
+        if not self.peers():
+            return True, "ready; no prefill peer is configured"
+        if not any(p.state == "ready" for p in self.peers()):
+            return True, "degraded: no prefill peer is usable"
+        return True, "ready"
+
+    def _stalled_for(self, stats: BackendStats) -> float:
+        if not self.active:
+            return 0.0
+        oldest = min(a.arrived_at for a in self.active.values())
+        return asyncio.get_running_loop().time() - max(oldest, self.last_output_at, stats.last_progress_at)
+
+    def _count_refusal(self, gate: str) -> None:
+        self.metrics.shed.labels(gate).inc()
+        self.metrics.requests.labels("none", "shed").inc()
+
+
+def peer_view(client: PeerClient) -> PeerView:
+    """The router's view of one peer."""
+    is_usable = client.state == "ready"
+    return PeerView(client.name, is_usable, "" if is_usable else f"{client.state}: {client.reason}", client.num_streams)

@@ -1,0 +1,62 @@
+"""decoded's own metrics. One sample each as its HELP says; durations in seconds, sizes in bytes."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_TTFT_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300)
+_ITL_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+
+class DecodeMetrics:
+    """All of decoded's counters, gauges and histograms on one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        r = registry
+        self.requests = Counter(
+            "prfaas_requests_total",
+            "Finished requests; one sample is one prompt, one outcome (ok, cancelled, shed, error).",
+            ["route", "outcome"],
+            registry=r,
+        )
+        self.shed = Counter(
+            "prfaas_shed_total", "Requests refused by a gate of admission or fallback.", ["gate"], registry=r
+        )
+        self.offload_failures = Counter(
+            "prfaas_offload_failures_total",
+            "Remote prefills that did not deliver, by peer and error.",
+            ["peer", "error"],
+            registry=r,
+        )
+        self.fallbacks = Counter(
+            "prfaas_fallback_total", "Prompts prefilled here although remote was wanted.", ["reason"], registry=r
+        )
+        self.routes = Counter("prfaas_routes_total", "Routing decisions.", ["route", "reason"], registry=r)
+        self.ttft = Histogram(
+            "prfaas_ttft_seconds",
+            "Seconds from arrival to the first output token; one sample is one request.",
+            ["route"],
+            buckets=_TTFT_BUCKETS,
+            registry=r,
+        )
+        self.itl = Histogram(
+            "prfaas_itl_seconds",
+            "Seconds between two output tokens of one choice; one sample is one gap.",
+            buckets=_ITL_BUCKETS,
+            registry=r,
+        )
+        self.prompt_tokens = Counter("prfaas_prompt_tokens_total", "Prompt tokens by route.", ["route"], registry=r)
+        self.output_tokens = Counter("prfaas_output_tokens_total", "Output tokens of all choices.", registry=r)
+        self.wire_bytes = Counter("prfaas_wire_bytes_total", "Encoded state bytes received.", ["peer"], registry=r)
+        self.raw_bytes = Counter("prfaas_raw_bytes_total", "Decoded state bytes received.", ["peer"], registry=r)
+        self.running = Gauge("prfaas_running_requests", "Requests admitted and not finished.", registry=r)
+        self.queued = Gauge("prfaas_queued_requests", "Requests waiting for admission.", registry=r)
+        self.queued_tokens = Gauge("prfaas_queued_prompt_tokens", "Prompt tokens of queued requests.", registry=r)
+        self.state_bytes = Gauge(
+            "prfaas_state_bytes", "State memory held by the engine, by kind.", ["kind"], registry=r
+        )
+        self.threshold = Gauge(
+            "prfaas_threshold_tokens", "Uncached prompt tokens above which prefill goes remote.", registry=r
+        )
+        self.peer_ready = Gauge("prfaas_peer_ready", "1 when the peer takes work, else 0.", ["peer"], registry=r)
+        self.draining = Gauge("prfaas_draining", "1 while draining, else 0.", registry=r)

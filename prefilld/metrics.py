@@ -1,0 +1,41 @@
+"""prefilld's own metrics. One sample each as its HELP says; durations in seconds, sizes in bytes."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+
+class PrefillMetrics:
+    """All of prefilld's counters, gauges and histograms on one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        r = registry
+        self.prefills = Counter(
+            "prfaas_prefills_total",
+            "Prefill requests by outcome (ok, cancelled, refused, lost, error); one sample is one Prefill message.",
+            ["outcome"],
+            registry=r,
+        )
+        self.refused = Counter("prfaas_refused_total", "Prefill requests refused, by gate.", ["gate"], registry=r)
+        self.prompt_tokens = Counter("prfaas_prompt_tokens_total", "Prompt tokens computed.", registry=r)
+        self.chunks = Counter("prfaas_chunks_total", "Chunks computed for remote peers.", registry=r)
+        self.segments = Counter("prfaas_segments_total", "Segments handed to the links.", registry=r)
+        self.raw_bytes = Counter("prfaas_raw_bytes_total", "State bytes before encoding.", registry=r)
+        self.paused = Counter(
+            "prfaas_stream_pauses_total", "Times a stream got no chunk since too much was unacknowledged.", registry=r
+        )
+        self.queue_s = Histogram(
+            "prfaas_prefill_queue_seconds",
+            "Seconds from Prefill to its first chunk; one sample is one request.",
+            registry=r,
+        )
+        self.prefill_s = Histogram(
+            "prfaas_prefill_seconds", "Seconds from first chunk to last; one sample is one request.", registry=r
+        )
+        self.running = Gauge("prfaas_running_requests", "Prefill requests admitted and not finished.", registry=r)
+        self.queued = Gauge("prfaas_queued_requests", "Prefill requests waiting for admission.", registry=r)
+        self.queued_tokens = Gauge("prfaas_queued_prompt_tokens", "Prompt tokens of queued requests.", registry=r)
+        self.state_bytes = Gauge(
+            "prfaas_state_bytes", "State memory held by the engine, by kind.", ["kind"], registry=r
+        )
+        self.draining = Gauge("prfaas_draining", "1 while draining, else 0.", registry=r)

@@ -1,0 +1,199 @@
+"""One remote prefill as prefilld serves it: queue, compute chunk by chunk, send segments as layers finish, complete.
+
+Runs as one task per accepted stream; the net layer cancels it when the requester is gone. Knows no sockets, no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from common.backend import Backend, ChunkDone, ComputedSegment, PrefillJob, PrefillTask
+from common.errors import (
+    EngineError,
+    InvalidRequest,
+    Overloaded,
+    PeerDraining,
+    PeerEngineFailed,
+    PeerError,
+    PeerShed,
+    PromptTooLong,
+    TransferError,
+)
+from common.net.server import ServerStream
+from common.policy.admission import AdmissionController
+from common.policy.views import Demand
+from prefilld.metrics import PrefillMetrics
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StreamRecord:
+    """What `prefillctl requests` shows of one stream."""
+
+    key: str
+    request_id: str
+    peer: str
+    num_tokens: int
+    stage: str = "queued"
+    num_computed_tokens: int = 0
+    arrived_at: float = 0.0
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    outcome: str = ""
+
+
+class StreamHandler:
+    """Serves streams; one for the whole daemon."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        admission: AdmissionController,
+        metrics: PrefillMetrics,
+        *,
+        max_staged_bytes: int,
+        max_prompt_tokens: int,
+    ) -> None:
+        self.backend, self.admission, self.metrics = backend, admission, metrics
+        self.max_staged_bytes, self.max_prompt_tokens = max_staged_bytes, max_prompt_tokens
+        self.is_draining = False
+        self.active: dict[str, StreamRecord] = {}
+        self._admitted: dict[str, asyncio.Event] = {}
+        self._num_seen = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def __call__(self, stream: ServerStream) -> None:
+        """Serve one stream to its end; every way out is counted once."""
+        request = stream.request
+        self._num_seen += 1
+        record = StreamRecord(
+            f"{self._num_seen}", request.request_id, stream.peer.name, len(request.tokens), arrived_at=_now()
+        )
+        self.active[record.key] = record
+        self._idle.clear()
+        outcome = "lost"
+        try:
+            outcome = await self._serve(stream, record)
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            raise
+        except TransferError as e:
+            log.warning("stream lost: %s", e, extra=_extra(record))
+        finally:
+            self.metrics.prefills.labels(outcome).inc()
+            self._release(record)
+            log.info("prefill %s", outcome, extra=_extra(record))
+
+    async def wait_idle(self) -> None:
+        """Until no stream is in flight and everything sent was acknowledged."""
+        await self._idle.wait()
+
+    async def _serve(self, stream: ServerStream, record: StreamRecord) -> str:
+        refusal = self._admit(record)
+        if refusal is not None:
+            await stream.refuse(refusal)
+            return "refused"
+        await stream.accept(num_queued=len(self.admission.queue))
+        await self._admitted[record.key].wait()
+        job = self.backend.prefill(
+            PrefillTask(record.request_id, tuple(stream.request.tokens), stream.request.start, stream.request.priority)
+        )
+        try:
+            record.stage = "prefill"
+            await self._pump(stream, job, record)
+            record.stage = "sending"
+            await stream.complete(len(stream.request.tokens), record.ended_at - record.started_at)
+        except EngineError as e:
+            log.error("engine failed: %s", e, extra=_extra(record))
+            await stream.fail(PeerEngineFailed(f"the engine of the prefill peer failed: {e}"))
+            return "error"
+        finally:
+            job.release()
+        self.metrics.prefill_s.observe(record.ended_at - record.started_at)
+        return "ok"
+
+    async def _pump(self, stream: ServerStream, job: PrefillJob, record: StreamRecord) -> None:
+        """Move what the engine computes to the links; pause the job while too much is unacknowledged."""
+        resume: asyncio.Task[None] | None = None
+        try:
+            async for item in job:
+                if isinstance(item, ChunkDone):
+                    await self._chunk_done(stream, item, record)
+                    continue
+                if not record.started_at:
+                    await stream.started()
+                await self._send(stream, item)
+                if stream.staged_bytes > self.max_staged_bytes and (resume is None or resume.done()):
+                    self.metrics.paused.inc()
+                    job.set_paused(True)
+                    resume = asyncio.create_task(self._resume(stream, job))
+        finally:
+            if resume is not None:
+                resume.cancel()
+
+    async def _resume(self, stream: ServerStream, job: PrefillJob) -> None:
+        await stream.wait_staged_below(self.max_staged_bytes // 2)
+        job.set_paused(False)
+
+    async def _send(self, stream: ServerStream, segment: ComputedSegment) -> None:
+        self.metrics.segments.inc()
+        self.metrics.raw_bytes.inc(sum(b.nbytes for b in segment.buffers))
+        await stream.send_segment(segment)
+
+    async def _chunk_done(self, stream: ServerStream, chunk: ChunkDone, record: StreamRecord) -> None:
+        if not record.started_at:
+            record.started_at = chunk.started_at
+            self.metrics.queue_s.observe(chunk.started_at - record.arrived_at)
+        record.ended_at = chunk.ended_at
+        record.num_computed_tokens = chunk.stop
+        self.metrics.chunks.inc()
+        self.metrics.prompt_tokens.inc(chunk.stop - chunk.start)
+        await stream.progress(chunk.stop)
+
+    def _admit(self, record: StreamRecord) -> PeerError | None:
+        """None and the stream is admitted or queued, or why it is refused."""
+        gate: str
+        error: PeerError
+        demand = Demand(record.key, record.num_tokens, self.backend.state_bytes(record.num_tokens))
+        if self.is_draining:
+            gate, error = "draining", PeerDraining("this prefilld is draining and takes no new work")
+        elif 0 < self.max_prompt_tokens < record.num_tokens:
+            gate = "prompt_tokens"
+            error = PromptTooLong(
+                f"{record.num_tokens} tokens exceed limits.max_prompt_tokens = {self.max_prompt_tokens}"
+            )
+        else:
+            try:
+                is_running = self.admission.offer(demand) == "running"
+            except Overloaded as e:
+                gate, error = e.gate, PeerShed(str(e), e.retry_after_s)
+            except InvalidRequest as e:
+                gate, error = "state_bytes", PromptTooLong(str(e))
+            else:
+                event = self._admitted[record.key] = asyncio.Event()
+                if is_running:
+                    event.set()
+                return None
+        self.metrics.refused.labels(gate).inc()
+        log.warning("prefill refused by gate %s: %s", gate, error, extra=_extra(record))
+        return error
+
+    def _release(self, record: StreamRecord) -> None:
+        self.active.pop(record.key, None)
+        if self._admitted.pop(record.key, None) is not None:
+            for key in self.admission.release(record.key):
+                self._admitted[key].set()
+        if not self.active:
+            self._idle.set()
+
+
+def _extra(record: StreamRecord) -> dict[str, object]:
+    return {"request_id": record.request_id, "peer": record.peer, "num_tokens": record.num_tokens}
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
