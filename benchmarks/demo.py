@@ -69,9 +69,8 @@ def show(title: str, reply: dict[str, Any], took_s: float) -> None:
     )
     if info["raw_bytes"]:
         ratio = info["wire_bytes"] / info["raw_bytes"]
-        _say(
-            f"  state    {info['raw_bytes']:,} bytes raw, {info['wire_bytes']:,} on the wire ({info['codec']}, {ratio:.2f})"
-        )
+        state = f"{info['raw_bytes']:,} bytes raw, {info['wire_bytes']:,} on the wire"
+        _say(f"  state    {state} ({info['codec']}, ratio {ratio:.2f})")
 
 
 def _say(text: str) -> None:
