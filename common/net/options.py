@@ -1,0 +1,142 @@
+"""Plain data of the net layer: who we are, how links behave, what is asked for and what came of it. No I/O.
+
+Used by pool.py (decoded), server.py (prefilld) and the services above them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from common.backend import ModelInfo
+
+Role = Literal["decode", "prefill"]
+PeerState = Literal["connecting", "ready", "draining", "incompatible", "down"]
+Trace = Callable[..., None]
+"""trace(event, now=monotonic seconds, **fields): segment_ready, segment_encoded, piece_written, segment_acked."""
+
+HASH_SCHEME = "sha256-chain-1"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalEnd:
+    """What this process is. `instance_id` is new at every start; `key` is the shared secret (None = unkeyed).
+
+    `numerics` (compute dtype, device, chunk size, threads, ...) is shown to the peer and compared only with
+    `require_same_numerics`.
+    """
+
+    role: Role
+    name: str
+    instance_id: str
+    info: ModelInfo
+    key: bytes | None = field(default=None, repr=False)
+    require_same_numerics: bool = False
+    numerics: dict[str, str] = field(default_factory=dict)
+    block_tokens: int = 64
+    hash_scheme: str = HASH_SCHEME
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """How sessions behave. Durations in seconds, sizes in bytes.
+
+    `data_links` 0 means 1 on loopback, else 4. `credit_bytes` is what one session may have unlanded beyond the reserved
+    minimum of one `max_segment_bytes` per stream. `gone_after_s`: a peer whose port refuses connections for so long is
+    taken for dead, and its streams fail without waiting for the lease.
+    """
+
+    data_links: int = 0
+    heartbeat_s: float = 2.0
+    lease_s: float = 30.0
+    piece_bytes: int = 1 << 20
+    max_segment_bytes: int = 8 << 20
+    credit_bytes: int = 64 << 20
+    max_stream_bytes: int = 4 << 30
+    max_prompt_tokens: int = 1 << 20
+    max_streams: int = 1024
+    connect_timeout_s: float = 5.0
+    gone_after_s: float = 2.0
+    codec: str = "zstd"
+    reconnect_min_s: float = 0.1
+    reconnect_max_s: float = 5.0
+    codec_threads: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRequest:
+    """Compute the state of `tokens` (the prompt without its last token) from `start` on.
+
+    `codecs` in order of preference; empty = what LinkOptions.codec says. `deadline_s` counts from prefill().
+    """
+
+    request_id: str
+    tokens: Sequence[int]
+    start: int = 0
+    deadline_s: float | None = None
+    priority: int = 0
+    tenant_salt: bytes = b""
+    codecs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TransferProgress:
+    """A snapshot of a remote prefill; two differ when anything moved. Instants are local and monotonic, 0.0 = not yet."""
+
+    num_computed_tokens: int = 0
+    num_queued: int = 0
+    wire_bytes: int = 0
+    raw_bytes: int = 0
+    num_segments: int = 0
+    requested_at: float = 0.0
+    accepted_at: float = 0.0
+    first_chunk_at: float = 0.0
+    first_byte_at: float = 0.0
+    prefill_ended_at: float = 0.0
+    last_byte_at: float = 0.0
+    verified_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """What a remote prefill amounted to. Instants are local; `remote_queue_s` (Accepted until the first chunk) and
+    `prefill_s` are the peer's durations. `verified_tokens`: every layer can continue at that position (start if
+    nothing more was verified). `wire_bytes` counts encoded segment bytes, without frame headers and resends.
+    """
+
+    wire_bytes: int
+    raw_bytes: int
+    codec: str
+    num_tokens: int
+    num_segments: int
+    remote_queue_s: float
+    prefill_s: float
+    verified_tokens: int
+    requested_at: float
+    accepted_at: float
+    first_chunk_at: float
+    first_byte_at: float
+    prefill_ended_at: float
+    last_byte_at: float
+    verified_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerId:
+    """Who is at the other end of a session."""
+
+    name: str
+    instance: str
+    address: str = ""
+
+
+def is_loopback(host: str) -> bool:
+    """True for addresses that cannot leave this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.split("%")[0]).is_loopback
+    except ValueError:
+        return False
