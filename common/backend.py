@@ -75,7 +75,9 @@ class ChunkDone:
 
 
 class PrefillJob(Protocol):
-    """A running prefill. Iteration raises RequestFailed or EngineDead; it ends after the segment with `is_last`."""
+    """A running prefill. Iteration raises RequestFailed or EngineDead; it ends after the last chunk's ChunkDone, which
+    follows the segment with `is_last`.
+    """
 
     def __aiter__(self) -> AsyncIterator[ComputedSegment | ChunkDone]: ...
 
@@ -117,7 +119,10 @@ class Generation(Protocol):
     marks: Marks
 
     @property
-    def sink(self) -> StateSink: ...
+    def sink(self) -> StateSink:
+        """Fresh memory for one transfer. Every access starts over: what an earlier sink holds, or still gets written by
+        a straggler, is no longer part of the sequence.
+        """
 
     def compute(self) -> None:
         """Compute whatever of the prompt is not held yet, here. Also the fallback after a failed transfer."""

@@ -1,0 +1,334 @@
+"""Backend over an engine in this process: turns requests and prefill tasks into sequences, and outputs into iterators.
+
+Lives on the event loop. Knows the worker and the scheduler's sequences; no torch, no sockets, no HTTP. Used by both
+daemons, with the torch engine or the fake one behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import AsyncIterator
+
+from common.backend import (
+    BackendStats,
+    ChunkDone,
+    ComputedSegment,
+    Generation,
+    Marks,
+    ModelInfo,
+    PrefillJob,
+    PrefillTask,
+    StateSink,
+)
+from common.errors import EngineDead, RequestFailed
+from common.request import PromptLogprobs, Request, TokenOutput
+from common.sched.executor import Executor, Slot
+from common.sched.scheduler import ChoiceEnded, Event, Scheduler
+from common.sched.sequence import Sequence
+from common.worker import EngineWorker, Factory, Item, WorkerOptions
+
+
+class LocalBackend:
+    """An engine on its own thread, as the daemons see it (common/backend.py has the contract)."""
+
+    info: ModelInfo
+
+    def __init__(self, factory: Factory, options: WorkerOptions) -> None:
+        self.worker = EngineWorker(factory, options)
+        self.executor: Executor
+        self._owners: set[LocalGeneration | LocalPrefill] = set()
+        self._ids = itertools.count(1)
+        self._death: EngineDead | None = None
+
+    async def start(self) -> None:
+        """Build the engine on its thread. Raises StartupError."""
+        await self.worker.start(self._died)
+        self.executor = self.worker.executor
+        facts = self.executor.facts
+        self.info = ModelInfo(
+            name=facts.name,
+            weights_digest=facts.weights_digest,
+            config_digest=facts.config_digest,
+            tokenizer_digest=facts.tokenizer_digest,
+            layout=facts.layout,
+            vocab_size=facts.vocab_size,
+            max_context=facts.max_context,
+            eos_token_ids=facts.eos_token_ids,
+            numerics=dict(facts.numerics, chunk_tokens=str(self.worker.options.chunk_tokens)),
+        )
+
+    async def close(self) -> None:
+        """Stop the engine thread; whatever runs ends with EngineDead."""
+        await self.worker.close()
+
+    async def open(self, request: Request) -> Generation:
+        """Reserve state memory for the request and its choices.
+
+        Raises:
+            RequestFailed: the prompt can never be served (too long, token ids out of range).
+            EngineDead: the engine thread is gone.
+        """
+        self._check_alive()
+        self._check_prompt(request.prompt_tokens, self.info.max_context - 1)
+        return LocalGeneration(self, request)
+
+    def prefill(self, task: PrefillTask) -> PrefillJob:
+        """Queue the computation of a prompt's state. Raises as `open`."""
+        self._check_alive()
+        self._check_prompt(task.tokens, self.info.max_context)
+        if not 0 <= task.start < len(task.tokens):
+            raise RequestFailed(f"start = {task.start} is outside the task's {len(task.tokens)} tokens")
+        return LocalPrefill(self, task)
+
+    def state_bytes(self, num_tokens: int, num_choices: int = 1) -> int:
+        """State memory that a request of so many tokens reserves."""
+        num = min(max(num_tokens, 1), self.info.max_context)
+        return num_choices * sum(self.executor.slot_bytes(num).values())
+
+    def stats(self) -> BackendStats:
+        """A snapshot; cheap."""
+        worker, scheduler = self.worker, self.worker.scheduler
+        return BackendStats(
+            num_running=scheduler.num_running,
+            num_prefilling=scheduler.num_prefilling,
+            num_waiting=scheduler.num_waiting,
+            state_bytes=scheduler.accounts.totals(),
+            num_steps=worker.num_steps,
+            num_prompt_tokens=worker.num_prompt_tokens,
+            num_output_tokens=worker.num_output_tokens,
+            last_progress_at=worker.last_progress_at,
+            is_alive=worker.is_alive,
+        )
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDead(str(self._death))
+
+    def _check_prompt(self, tokens: tuple[int, ...], limit: int) -> None:
+        if not 1 <= len(tokens) <= limit:
+            raise RequestFailed(
+                f"the prompt has {len(tokens)} tokens; between 1 and {limit} fit the model's context "
+                f"of {self.info.max_context}"
+            )
+        if min(tokens) < 0 or max(tokens) >= self.info.vocab_size:
+            raise RequestFailed(
+                f"the prompt's token ids span {min(tokens)} to {max(tokens)}; the model's are 0 to "
+                f"{self.info.vocab_size - 1}"
+            )
+
+    def _died(self, error: EngineDead) -> None:
+        self._death = error
+        for owner in list(self._owners):
+            owner.push(error)
+
+
+class LocalSink:
+    """Import memory of one slot; of one transfer attempt."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+
+    def buffers(self, start: int, stop: int, layers: tuple[int, ...]) -> tuple[memoryview, ...]:
+        """Writable views of the segment's rows. Raises RequestFailed once the sequence is gone."""
+        return self._slot.writable(start, stop, layers)
+
+    def landed(self, start: int, stop: int, layers: tuple[int, ...]) -> None:
+        """The segment is in place."""
+        self._slot.landed(start, stop, layers)
+
+
+class LocalGeneration:
+    """One request: its sequences in the engine, and the queue of what they put out."""
+
+    def __init__(self, backend: LocalBackend, request: Request) -> None:
+        self._backend, self._request = backend, request
+        self.marks = Marks(opened_at=time.monotonic())
+        self._queue: asyncio.Queue[TokenOutput | PromptLogprobs | RequestFailed | EngineDead | None] = asyncio.Queue()
+        self._open_choices = set(range(request.num_choices))
+        self._has_sink = self._has_state = False
+        self._capacity = min(request.state_tokens, backend.info.max_context)
+        sampling = request.sampling
+        choices = [
+            Sequence(
+                seq_id=next(backend._ids),
+                owner=self,
+                tokens=list(request.prompt_tokens),
+                slot=backend.executor.new_slot(self._capacity),
+                sampling=sampling,
+                choice=choice,
+                seed=sampling.seed if sampling.seed is not None else secrets.randbits(63),
+                priority=request.priority,
+                prompt_logprobs=request.prompt_logprobs,
+                is_held=True,
+            )
+            for choice in range(request.num_choices)
+        ]
+        self._seq = choices[0]
+        self._seq.siblings = choices[1:]
+        backend._owners.add(self)
+        backend.worker.post(lambda scheduler: scheduler.add(choices[0]))
+
+    @property
+    def sink(self) -> StateSink:
+        """Fresh memory for one transfer of [0, n - 1)."""
+        slot = self._renew_slot()
+        slot.prepare_import(self._request.num_prompt_tokens - 1)
+        self._has_sink = True
+        self._sink_slot = slot
+        return LocalSink(slot)
+
+    def compute(self) -> None:
+        """Compute the prompt here; also after a failed transfer, in memory no straggler can write to."""
+        if self._has_state:
+            return
+        self._has_state = True
+        self._renew_slot()
+        self._backend.worker.post(self._release_hold)
+
+    def import_done(self, num_tokens: int) -> None:
+        """The state of [0, num_tokens) is in place; the sequence joins the batch.
+
+        Raises:
+            RequestFailed: `num_tokens` is not n - 1, or no sink was handed out.
+        """
+        if num_tokens != self._request.num_prompt_tokens - 1 or not (self._has_sink or num_tokens == 0):
+            raise RequestFailed(
+                f"import of {num_tokens} tokens was reported, the prompt needs {self._request.num_prompt_tokens - 1}"
+            )
+        if self._has_state:
+            return
+        self._has_state = True
+
+        def join(scheduler: Scheduler) -> list[Event]:
+            self._seq.num_computed_tokens = num_tokens
+            return self._release_hold(scheduler)
+
+        self._backend.worker.post(join)
+
+    def cancel(self, choice: int | None = None) -> None:
+        """Stop one choice or everything, and free its state. Idempotent."""
+        self._open_choices -= set(self._open_choices) if choice is None else {choice}
+        self._backend.worker.post(lambda scheduler: scheduler.cancel(self, choice))
+        self._end_if_done()
+
+    def push(self, item: Item) -> None:
+        """One output from the engine, on the event loop."""
+        if isinstance(item, RequestFailed | EngineDead):
+            self._open_choices.clear()
+            self._finish(item)
+        elif isinstance(item, ChoiceEnded):
+            self._open_choices.discard(item.choice)
+            self._end_if_done()
+        elif isinstance(item, TokenOutput) and item.choice in self._open_choices:
+            self.marks.last_token_at = time.monotonic()
+            self.marks.first_token_at = self.marks.first_token_at or self.marks.last_token_at
+            self._queue.put_nowait(item)
+            if item.finish_reason is not None:
+                self._open_choices.discard(item.choice)
+                self._end_if_done()
+        elif isinstance(item, PromptLogprobs):
+            self._queue.put_nowait(item)
+
+    def __aiter__(self) -> AsyncIterator[TokenOutput | PromptLogprobs]:
+        return self._outputs()
+
+    async def _outputs(self) -> AsyncIterator[TokenOutput | PromptLogprobs]:
+        while (item := await self._queue.get()) is not None:
+            if isinstance(item, RequestFailed | EngineDead):
+                raise item
+            yield item
+
+    def _end_if_done(self) -> None:
+        if not self._open_choices:
+            self._finish(None)
+
+    def _finish(self, last: RequestFailed | EngineDead | None) -> None:
+        if self in self._backend._owners:
+            self._backend._owners.discard(self)
+            self._queue.put_nowait(last)
+
+    def _release_hold(self, scheduler: Scheduler) -> list[Event]:
+        """On the engine thread: the sequence may be scheduled."""
+        self._seq.is_held = False
+        if self._seq.num_remaining == 0:
+            self.marks.joined_at = time.monotonic()
+        return scheduler.advance(self._seq)
+
+    def _renew_slot(self) -> Slot:
+        """The slot to fill; a new one when a sink to the present one exists."""
+        if not self._has_sink:
+            return self._seq.slot
+        self._has_sink = False
+        old, new = self._seq.slot, self._backend.executor.new_slot(self._capacity)
+        self._seq.slot = new
+
+        def forget(scheduler: Scheduler) -> None:
+            # Same size, so the books do not change; a sequence cancelled meanwhile freed whichever it had.
+            old.free()
+            if self._seq.seq_id not in scheduler.accounts:
+                new.free()
+
+        self._backend.worker.post(forget)
+        return new
+
+
+class LocalPrefill:
+    """One prefill job: a sequence that samples nothing."""
+
+    def __init__(self, backend: LocalBackend, task: PrefillTask) -> None:
+        self._backend = backend
+        self.marks = Marks(opened_at=time.monotonic())
+        self._queue: asyncio.Queue[ComputedSegment | ChunkDone | RequestFailed | EngineDead | None] = asyncio.Queue()
+        self._num_tokens = len(task.tokens)
+        self._seq = seq = Sequence(
+            seq_id=next(backend._ids),
+            owner=self,
+            tokens=list(task.tokens),
+            slot=backend.executor.new_slot(len(task.tokens)),
+            start=task.start,
+            priority=task.priority,
+        )
+        backend._owners.add(self)
+        backend.worker.post(lambda scheduler: scheduler.add(seq))
+
+    def set_paused(self, paused: bool) -> None:
+        """No further chunk while paused; the running one ends first."""
+
+        def hold(scheduler: Scheduler) -> list[Event]:
+            self._seq.is_held = paused
+            return scheduler.advance(self._seq)
+
+        self._backend.worker.post(hold)
+
+    def release(self) -> None:
+        """Free the state; before the end this cancels. Idempotent."""
+        self._backend.worker.post(lambda scheduler: scheduler.cancel(self))
+        self._finish(None)
+
+    def push(self, item: Item) -> None:
+        """One output from the engine, on the event loop."""
+        if self not in self._backend._owners:
+            return
+        if isinstance(item, RequestFailed | EngineDead):
+            self._finish(item)
+        elif isinstance(item, ComputedSegment | ChunkDone):
+            self._queue.put_nowait(item)
+            if isinstance(item, ChunkDone) and item.stop == self._num_tokens:
+                self._finish(None)
+
+    def __aiter__(self) -> AsyncIterator[ComputedSegment | ChunkDone]:
+        return self._items()
+
+    async def _items(self) -> AsyncIterator[ComputedSegment | ChunkDone]:
+        while (item := await self._queue.get()) is not None:
+            if isinstance(item, RequestFailed | EngineDead):
+                raise item
+            yield item
+
+    def _finish(self, last: RequestFailed | EngineDead | None) -> None:
+        if self in self._backend._owners:
+            self._backend._owners.discard(self)
+            self._queue.put_nowait(last)

@@ -1,0 +1,93 @@
+"""What the scheduler and the worker need from whatever computes: slots that hold state, and two kinds of forward.
+
+Implemented by common/engine/runner.py (torch) and common/fake.py. Knows no event loop, no clock, no tensors: state
+crosses as byte views in StateLayout's segment order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from common.errors import RequestFailed
+from common.layout import StateLayout
+from common.request import TokenLogprob
+
+if TYPE_CHECKING:
+    from common.sched import sequence as seq
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Identity and limits of the loaded model, as ModelInfo has them."""
+
+    name: str
+    weights_digest: str
+    config_digest: str
+    tokenizer_digest: str
+    layout: StateLayout
+    vocab_size: int
+    max_context: int
+    eos_token_ids: tuple[int, ...]
+    numerics: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a decode row came to: a token, or the error that ends this sequence alone."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+    error: RequestFailed | None = None
+
+
+class Slot(Protocol):
+    """One sequence's state. `writable` and `landed` may be called from any thread, the rest by the engine thread."""
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """Memory held, by layer kind; empty after `free`."""
+
+    def prepare_import(self, num_tokens: int) -> None:
+        """State of [0, num_tokens) will be written by `writable`; a continuation starts there."""
+
+    def writable(self, start: int, stop: int, layers: tuple[int, ...]) -> tuple[memoryview, ...]:
+        """Memory for rows [start, stop) of the layer numbers. Raises RequestFailed when the slot was freed."""
+
+    def landed(self, start: int, stop: int, layers: tuple[int, ...]) -> None:
+        """The bytes of an earlier `writable` are in place."""
+
+    def exported(self, start: int, stop: int, layers: tuple[int, ...]) -> tuple[memoryview, ...]:
+        """Read-only views of computed rows; they stay valid and unchanged however the slot goes on."""
+
+    def copy_from(self, source: Slot, num_tokens: int) -> None:
+        """Become a copy of `source`, which holds [0, num_tokens)."""
+
+    def free(self) -> None:
+        """Drop the memory (exported views keep theirs). Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """What a chunk left besides state: logprobs of prompt tokens start+1 .. stop when they were asked for."""
+
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Executor(Protocol):
+    """Runs forwards. `new_slot` may be called from any thread, the rest on the engine thread only."""
+
+    facts: ModelFacts
+
+    def new_slot(self, num_tokens: int) -> Slot:
+        """State memory for a sequence of up to `num_tokens` tokens."""
+
+    def slot_bytes(self, num_tokens: int) -> dict[str, int]:
+        """What `new_slot` would hold, by layer kind."""
+
+    def decode(self, rows: Sequence[seq.Sequence]) -> list[Sampled]:
+        """Compute the one uncomputed token of every row and sample the next, in the order given."""
+
+    def prefill(self, chunk: seq.Chunk, on_layer: Callable[[int], None]) -> ChunkResult:
+        """Compute a chunk. `on_layer(n)` is called as soon as layer number n's rows are in the slot, in order of n."""

@@ -1,0 +1,199 @@
+"""Continuous batching: which sequences run in the next engine step, and what its outputs mean for them.
+
+schedule() -> Batch, then update_rows() / update_chunk() with what came out. Decides nothing by time and touches no
+tensors, so tests feed it made-up outputs. Called by common/worker.py on the engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from common.errors import RequestFailed
+from common.request import FinishReason, PromptLogprobs, SamplingParams, TokenOutput
+from common.sched.executor import ChunkResult, Sampled
+from common.sched.sequence import Batch, Chunk, Sequence
+from common.sched.slots import SlotAccounts
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Sizes of a step.
+
+    Attributes:
+        chunk_tokens: most tokens of one chunk.
+        token_budget: most tokens of a chunk that shares its step with decode rows.
+        max_batch: most decode rows of one step; further sequences wait for a row.
+        max_logit_rows: most tokens of a chunk whose every position needs logits (bounds their memory).
+    """
+
+    chunk_tokens: int
+    token_budget: int
+    max_batch: int
+    max_logit_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEnded:
+    """A choice is over without a (further) token, e.g. with max_tokens = 0."""
+
+    choice: int
+
+
+Event = tuple[Sequence, TokenOutput | PromptLogprobs | ChoiceEnded | RequestFailed]
+
+
+class Scheduler:
+    """Owns every sequence from `add` until it ends or is removed, and the accounts of their slots.
+
+    `_prefilling` has the sequences that need chunks, in order of arrival, `_running` those that sample; a sequence
+    whose state is still to come from elsewhere is in `_prefilling` and held.
+    """
+
+    def __init__(self, limits: SchedulerLimits, eos_token_ids: tuple[int, ...], max_context: int) -> None:
+        self.limits, self.max_context = limits, max_context
+        self.accounts = SlotAccounts()
+        self._eos = frozenset(eos_token_ids)
+        self._prefilling: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._done: dict[int, Sequence] = {}
+        self._is_turn_of_oldest = False
+
+    # -- sequences come and go
+
+    def add(self, seq: Sequence) -> list[Event]:
+        """Take a sequence and its siblings; it is scheduled unless held."""
+        for each in (seq, *seq.siblings):
+            self.accounts.reserve(each)
+        self._prefilling.append(seq)
+        return [] if seq.is_held else self.advance(seq)
+
+    def advance(self, seq: Sequence) -> list[Event]:
+        """Call when `num_computed_tokens` or `is_held` changed: a computed prompt forks its choices and joins."""
+        if seq not in self._prefilling or seq.num_remaining > 0 or seq.is_held:
+            return []
+        self._prefilling.remove(seq)
+        if seq.sampling is None:
+            self._done[seq.seq_id] = seq
+            return []
+        events: list[Event] = []
+        if seq.prompt_logprobs is not None:
+            events.append((seq, PromptLogprobs((None, *seq.prompt_entries))))
+        choices = [seq, *seq.siblings]
+        seq.siblings = []
+        for other in choices[1:]:
+            other.slot.copy_from(seq.slot, seq.num_computed_tokens)
+            other.num_computed_tokens = seq.num_computed_tokens
+        self._running += choices
+        for each in choices:
+            if seq.sampling.max_tokens <= 0:
+                self._end(each)
+                events.append((each, ChoiceEnded(each.choice)))
+        return events
+
+    def cancel(self, owner: object, choice: int | None = None) -> None:
+        """Drop one choice of an owner, or all its sequences. Unknown ones are ignored."""
+        for seq in [s for s in self.sequences() if s.owner is owner and choice in (None, s.choice)]:
+            if choice is not None and seq.siblings:
+                # The prompt goes on under another choice's name; that one's own slot is what becomes free.
+                heir = seq.siblings.pop(0)
+                seq.choice, seq.seed, heir.choice = heir.choice, heir.seed, seq.choice
+                self.accounts.release(heir)
+            elif seq.seq_id in self.accounts:
+                self._end(seq)
+
+    def sequences(self) -> Iterator[Sequence]:
+        """Every sequence that holds a slot."""
+        for seq in (*self._prefilling, *self._running, *self._done.values()):
+            yield seq
+            yield from seq.siblings
+
+    def _end(self, seq: Sequence) -> None:
+        for queue in (self._prefilling, self._running):
+            if seq in queue:
+                queue.remove(seq)
+        self._done.pop(seq.seq_id, None)
+        for leader in self._prefilling:
+            if seq in leader.siblings:
+                leader.siblings.remove(seq)
+        self.accounts.release(seq)
+
+    # -- one step
+
+    def schedule(self) -> Batch | None:
+        """The next step, or None when nothing can run."""
+        rows = tuple(self._running[: self.limits.max_batch])
+        seq = self._next_prefill()
+        chunk = self._chunk(seq, has_rows=bool(rows)) if seq is not None else None
+        return Batch(rows, chunk) if rows or chunk else None
+
+    def _next_prefill(self) -> Sequence | None:
+        """Shortest remaining and oldest in turn: a short prompt waits for few chunks, a long one never starves."""
+        ready = [s for s in self._prefilling if not s.is_held]
+        if not ready:
+            return None
+        shortest = min(ready, key=lambda s: (-s.priority, s.num_remaining, s.seq_id))
+        if shortest is ready[0]:
+            return shortest
+        self._is_turn_of_oldest = not self._is_turn_of_oldest
+        return shortest if self._is_turn_of_oldest else ready[0]
+
+    def _chunk(self, seq: Sequence, *, has_rows: bool) -> Chunk:
+        limits = self.limits
+        size = min(limits.chunk_tokens, limits.token_budget) if has_rows else limits.chunk_tokens
+        if seq.prompt_logprobs is not None:
+            size = min(size, limits.max_logit_rows)
+        start = seq.num_computed_tokens
+        return Chunk(seq, start, start + min(size, seq.num_remaining))
+
+    def update_rows(self, rows: tuple[Sequence, ...], sampled: list[Sampled]) -> list[Event]:
+        """Append what the decode rows sampled; ended sequences leave and free their slots."""
+        events: list[Event] = []
+        for seq, out in zip(rows, sampled, strict=True):
+            if seq.sampling is None or seq.seq_id not in self.accounts:
+                continue
+            if out.error is not None:
+                self.cancel(seq.owner)
+                events.append((seq, out.error))
+                continue
+            seq.num_computed_tokens += 1
+            seq.tokens.append(out.token_id)
+            reason = self._finish_reason(seq, seq.sampling, out.token_id)
+            if reason is not None:
+                self._end(seq)
+            events.append((seq, TokenOutput(seq.choice, out.token_id, seq.num_output_tokens, out.logprob, reason)))
+        return events
+
+    def update_chunk(self, chunk: Chunk, result: ChunkResult) -> list[Event]:
+        """Note the computed tokens; a prompt that is complete joins the batch."""
+        chunk.seq.num_computed_tokens = chunk.stop
+        chunk.seq.prompt_entries += result.prompt_logprobs
+        return self.advance(chunk.seq)
+
+    def _finish_reason(self, seq: Sequence, sampling: SamplingParams, token_id: int) -> FinishReason | None:
+        if token_id in sampling.stop_token_ids or (token_id in self._eos and not sampling.ignore_eos):
+            return "stop"
+        if seq.num_output_tokens >= sampling.max_tokens or seq.num_tokens >= self.max_context:
+            return "length"
+        return None
+
+    # -- facts
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that sample."""
+        return len(self._running)
+
+    @property
+    def num_prefilling(self) -> int:
+        """Sequences that need chunks and may have them."""
+        return sum(not s.is_held for s in list(self._prefilling))
+
+    @property
+    def num_waiting(self) -> int:
+        """Held sequences: their state is on its way, or their consumer is behind."""
+        return sum(s.is_held for s in list(self._prefilling))
+
+    def check_integrity(self) -> None:
+        """Books and slots agree; every sequence is in one place. Raises IntegrityError."""
+        self.accounts.check(self.sequences())

@@ -1,0 +1,251 @@
+"""The engine's own thread: takes commands from the event loop, steps the scheduler, hands outputs back.
+
+Sees the engine as an Executor (common/sched/executor.py) that a factory builds on this thread; knows no torch, no
+sockets, no requests. The only place that stamps engine times. Used by common/local_backend.py.
+
+    event loop: post(command) ->  commands run between two steps | step: rows, then a chunk  -> owner.push(item)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from common.backend import ChunkDone, ComputedSegment, Marks
+from common.errors import EngineDead, RequestFailed, StartupError
+from common.request import PromptLogprobs, TokenOutput
+from common.sched.executor import Executor
+from common.sched.scheduler import ChoiceEnded, Event, Scheduler, SchedulerLimits
+from common.sched.sequence import Chunk, Sequence
+from common.sched.specs import plan_segments
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+Item = TokenOutput | PromptLogprobs | ChoiceEnded | RequestFailed | EngineDead | ComputedSegment | ChunkDone
+# A chunk whose every position needs logits keeps them below this many bytes (float32, twice: logits and log softmax).
+MAX_LOGIT_BYTES = 128 << 20
+
+
+class Owner(Protocol):
+    """Who gets a sequence's outputs. `push` is called on the event loop, `marks` are stamped by the engine thread."""
+
+    marks: Marks
+
+    def push(self, item: Item) -> None:
+        """Take one output, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """How the engine thread runs. 0 means: `token_budget` as chunk_tokens; `cpus` empty: wherever the process may."""
+
+    chunk_tokens: int = 256
+    token_budget: int = 0
+    max_batch: int = 16
+    segment_bytes: int = 1 << 20
+    cpus: tuple[int, ...] = ()
+
+
+Factory = Callable[[], Executor]
+Command = Callable[[Scheduler], list[Event] | None]
+
+
+class EngineWorker:
+    """Runs one executor. Methods are called on the event loop; `executor` and `scheduler` exist after `start`."""
+
+    executor: Executor
+    scheduler: Scheduler
+
+    def __init__(self, factory: Factory, options: WorkerOptions) -> None:
+        self.options = options
+        self.is_alive = False
+        self.num_steps = 0
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
+        self._factory = factory
+        self._commands: deque[Command] = deque()
+        self._wake = threading.Event()
+        self._is_idle = True
+        self._is_closing = False
+        self._progress_at = 0.0
+        self._on_death: Callable[[EngineDead], None] = lambda _error: None
+
+    async def start(self, on_death: Callable[[EngineDead], None]) -> None:
+        """Start the thread and wait until the executor is built; `on_death` is called on the loop if it dies later.
+
+        Raises:
+            StartupError: the executor could not be built.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._on_death = on_death
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._thread.start()
+        await self._ready
+
+    async def close(self) -> None:
+        """End the thread after its current forward. Idempotent."""
+        self._is_closing = True
+        self._wake.set()
+        await asyncio.to_thread(self._thread.join)
+
+    def post(self, command: Command) -> None:
+        """Run a command on the engine thread before the next step; its events are delivered like a step's."""
+        self._commands.append(command)
+        self._wake.set()
+
+    @property
+    def last_progress_at(self) -> float:
+        """Monotonic instant of the last layer, step or command; now while there is nothing to do."""
+        return time.monotonic() if self._is_idle and self.is_alive else self._progress_at
+
+    # -- on the engine thread
+
+    def _main(self) -> None:
+        try:
+            self._build()
+        except StartupError as e:
+            self._call(self._started, e)
+            return
+        except Exception as e:
+            log.exception("the engine could not be started")
+            self._call(self._started, StartupError(f"the engine could not be started: {type(e).__name__}: {e}"))
+            return
+        self.is_alive = True
+        self._call(self._started, None)
+        error = EngineDead("the engine is closed")
+        try:
+            while not self._is_closing:
+                self._turn()
+        except Exception as e:
+            log.exception("the engine died")
+            error = EngineDead(f"the engine died: {type(e).__name__}: {e}")
+        self.is_alive = False
+        self._call(self._on_death, error)
+
+    def _build(self) -> None:
+        if self.options.cpus:
+            # 0 is the calling thread; what it starts later (OpenMP's pool among it) inherits the mask.
+            os.sched_setaffinity(0, self.options.cpus)
+        self.executor = self._factory()
+        facts, options = self.executor.facts, self.options
+        limits = SchedulerLimits(
+            chunk_tokens=options.chunk_tokens,
+            token_budget=options.token_budget or options.chunk_tokens,
+            max_batch=options.max_batch,
+            max_logit_rows=max(1, MAX_LOGIT_BYTES // (8 * facts.vocab_size)),
+        )
+        self.scheduler = Scheduler(limits, facts.eos_token_ids, facts.max_context)
+
+    def _turn(self) -> None:
+        self._wake.clear()
+        while self._commands:
+            self._deliver(self._commands.popleft()(self.scheduler) or [])
+        self._progress_at = time.monotonic()
+        self._is_idle = False
+        if not self._is_closing and not self._step():
+            self.scheduler.check_integrity()
+            self._is_idle = True
+            self._wake.wait()
+
+    def _step(self) -> bool:
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return False
+        self.num_steps += 1
+        if batch.rows:
+            sampled = self.executor.decode(batch.rows)
+            self.num_output_tokens += len(sampled)
+            self._deliver(self.scheduler.update_rows(batch.rows, sampled))
+        if batch.chunk is not None:
+            self._prefill(batch.chunk)
+        return True
+
+    def _prefill(self, chunk: Chunk) -> None:
+        seq, marks = chunk.seq, _owner(chunk.seq).marks
+        started_at = time.monotonic()
+        marks.prefill_started_at = marks.prefill_started_at or started_at
+        try:
+            result = self.executor.prefill(chunk, self._layer_hook(chunk))
+        except RequestFailed as e:
+            self.scheduler.cancel(seq.owner)
+            self._deliver([(seq, e)])
+            return
+        self.num_prompt_tokens += chunk.stop - chunk.start
+        ended_at = time.monotonic()
+        if chunk.is_final:
+            marks.prefill_ended_at = ended_at
+        events = self.scheduler.update_chunk(chunk, result)
+        if seq.sampling is None:
+            self._call(_owner(seq).push, ChunkDone(chunk.start, chunk.stop, started_at, ended_at))
+        elif seq.num_remaining == 0:
+            marks.joined_at = ended_at
+        self._deliver(events)
+
+    def _layer_hook(self, chunk: Chunk) -> Callable[[int], None]:
+        """Hand out each segment of a prefill job as soon as its last layer is in the slot."""
+        seq = chunk.seq
+        if seq.sampling is not None:
+            return self._note_progress
+        plans = deque(
+            plan_segments(
+                self.executor.facts.layout,
+                (chunk.start, chunk.stop),
+                (seq.start, seq.num_prompt_tokens),
+                self.options.segment_bytes,
+            )
+        )
+
+        def on_layer(layer: int) -> None:
+            self._note_progress(layer)
+            while plans and plans[0].layers[-1] <= layer:
+                plan = plans.popleft()
+                buffers = seq.slot.exported(plan.start, plan.stop, plan.layers)
+                segment = ComputedSegment(
+                    plan.start, plan.stop, plan.layers, buffers, time.monotonic(), is_last=plan.is_last
+                )
+                self._call(_owner(seq).push, segment)
+
+        return on_layer
+
+    def _note_progress(self, _layer: int) -> None:
+        self._progress_at = time.monotonic()
+
+    def _deliver(self, events: list[Event]) -> None:
+        if events:
+            self._call(_push_all, events)
+
+    def _call(self, function: Callable[[T], None], argument: T) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, argument)
+        except RuntimeError:
+            # The loop is gone: the process is on its way out and nobody listens.
+            log.debug("an engine output came after the event loop closed")
+
+    # -- back on the event loop
+
+    def _started(self, error: StartupError | None) -> None:
+        if self._ready.done():
+            return
+        if error is not None:
+            self._ready.set_exception(error)
+        else:
+            self._ready.set_result(None)
+
+
+def _push_all(events: list[Event]) -> None:
+    for seq, item in events:
+        _owner(seq).push(item)
+
+
+def _owner(seq: Sequence) -> Owner:
+    owner: Owner = seq.owner  # type: ignore[assignment]
+    return owner
