@@ -1,0 +1,363 @@
+"""The configuration sections both daemons share, and `load`. pydantic models over TOML, frozen.
+
+The text of each key is its documentation in `--print-config` and conf/*.toml. Roots are PrefillConfig and DecodeConfig
+in the daemons' own config.py; they take their sections from SharedConfig and may add checks. No network is touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import platform
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from common.config_load import load_file as load
+from common.config_load import parse_text
+from common.config_render import changed_keys, plain, render
+from common.config_types import Duration, FilePath, IntList, Problem, RootSection, Section, Size, key
+from common.errors import ConfigError
+from common.units import GIB, KIB, MIB, exact_size
+
+__all__ = ["SharedConfig", "changed_keys", "is_loopback", "load", "parse_text", "plain", "read_key", "read_lines",
+           "render"]  # fmt: skip
+
+MIN_KEY_BYTES = 32
+MAX_SOCKET_PATH = 107
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def _host_name() -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", platform.node()).strip("-._")[:63] or "node"
+
+
+class NodeConfig(Section):
+    """Who this daemon is."""
+
+    name: str = Field(
+        default_factory=_host_name,
+        pattern=NAME,
+        description="What peers, logs and metrics call this daemon: letters, digits, '.', '_' and '-', 63 at most.",
+        json_schema_extra={"default_note": "the host's name"},
+    )
+    state_dir: FilePath = key(
+        None, 'Directory for what outlives a restart; "" is the directory systemd made. Nothing is kept there yet.'
+    )
+
+
+class ModelConfig(Section):
+    """The model that is served. Both sides must hold the same one; the handshake compares digests."""
+
+    path: FilePath = key(
+        None,
+        "Model directory as `prefillctl model import` makes it (safetensors, tokenizer, manifest with digests). A"
+        ' relative path starts at this file\'s directory. Needed unless engine.backend is "fake".',
+    )
+
+
+class EngineConfig(Section):
+    """The engine that computes."""
+
+    backend: Literal["local", "fake"] = key(
+        "local", '"local" runs the model in this process; "fake" computes nothing at the speeds of [fake].'
+    )
+    device: str = key("cpu", '"cpu", "cuda" or "cuda:N".', pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")
+    dtype: Dtype = key(
+        "float32",
+        "Compute dtype. On a CPU without AMX or AVX-512 bfloat16 is several times slower than float32; only float32"
+        " makes outputs equal token for token on every route.",
+    )
+    kv_dtype: Dtype | Literal[""] = key(
+        "",
+        'Dtype of the state kept and sent; "" is the compute dtype. bfloat16 halves memory and transfer, and rounds.',
+    )
+    threads: int = key(
+        0,
+        "Compute threads; 0 is one per allowed core. Two daemons sharing cores slow each other down 10 to 40 times, so"
+        " give each its own `cpus`.",
+        ge=0,
+        le=1024,
+    )
+    cpus: IntList = key((), "Core numbers this process may run on; [] leaves the affinity alone.")
+    chunk_tokens: int = key(
+        0, "Prompt tokens computed in one forward pass; 0 is 256 on a CPU and 2048 on CUDA.", ge=0, le=1 << 20
+    )
+    segment_bytes: Size = key(
+        1 * MIB,
+        "Raw bytes of one segment of state at most, where one layer allows it: smaller leaves earlier, larger"
+        " compresses better and costs fewer messages.",
+        ge=16 * KIB,
+        le=256 * MIB,
+    )
+
+    @property
+    def num_chunk_tokens(self) -> int:
+        """chunk_tokens with its default for the device."""
+        return self.chunk_tokens or (256 if self.device == "cpu" else 2048)
+
+    @property
+    def state_dtype(self) -> str:
+        """kv_dtype with its default."""
+        return self.kv_dtype or self.dtype
+
+    @property
+    def num_threads(self) -> int:
+        """threads with its default: one for each core this process is, or will be, allowed to use."""
+        return self.threads or len(self.cpus) or len(os.sched_getaffinity(0))
+
+
+class FakeConfig(Section):
+    """Speeds and state sizes of the fake engine, read when engine.backend is "fake" or with --fake-peer."""
+
+    prefill_tokens_per_s: float = key(5000.0, "Prompt tokens computed per second, all requests together.", gt=0)
+    decode_tokens_per_s: float = key(50.0, "Output tokens per second of each sequence.", gt=0)
+    num_layers: int = key(8, "Layers, windowed ones included.", ge=1, le=1024)
+    num_heads: int = key(2, "Key and value heads of each layer.", ge=1, le=1024)
+    head_dim: int = key(
+        64, "Width of one head; a token's state is 2 x heads x width x dtype in each layer.", ge=1, le=4096
+    )
+    window_layers: int = key(0, "How many of the layers have a sliding window.", ge=0, le=1024)
+    window: int = key(512, "Tokens in the window, the token itself included.", ge=2)
+    vocab_size: int = key(32000, "Token ids run from 0 to this, exclusive.", ge=2, le=1 << 24)
+    max_context: int = key(131072, "Prompt plus output tokens of one sequence.", ge=2)
+
+
+class SecurityConfig(Section):
+    """How daemons prove to each other who they are. A key authenticates both ends; it does not hide what is sent."""
+
+    mode: Literal["key"] = key("key", "Mutual challenge and response over one shared key.")
+    key_file: FilePath = key(
+        None,
+        "File with the shared secret, the same on both sides: 32 bytes or more (`head -c 32 /dev/urandom | base64`),"
+        ' not readable by others. "" is no authentication, allowed only between loopback addresses.',
+    )
+
+
+class LinksConfig(Section):
+    """TCP connections to or from peers."""
+
+    data_links: int = key(
+        0,
+        "Data links per session, next to one control link; 0 is 1 to a loopback peer and 4 to any other.",
+        ge=0,
+        le=64,
+    )
+    heartbeat: Duration = key(
+        2.0, "Interval of pings; a link that is silent for three of them is dead.", ge=0.05, le=60
+    )
+    reconnect_min: Duration = key(
+        0.1, "First pause before a lost peer is called again; doubles, with jitter.", ge=0.01, le=60
+    )
+    reconnect_max: Duration = key(
+        2.0,
+        "Longest such pause. Above two heartbeats a restarted peer is used later than it could be.",
+        ge=0.01,
+        le=600,
+    )
+    connect_timeout: Duration = key(5.0, "For TCP and the handshake together.", ge=0.1, le=120)
+    piece_bytes: Size = key(
+        1 * MIB, "Payload of one frame: smaller shares the links finer, below 256KiB costs CPU.", ge=4 * KIB, le=8 * MIB
+    )
+
+    def num_data_links(self, host: str) -> int:
+        """data_links with its default for a peer at `host`."""
+        return self.data_links or (1 if is_loopback(host) else 4)
+
+
+class StreamConfig(Section):
+    """The transfer of one request's state."""
+
+    lease: Duration = key(
+        30.0,
+        "How long a request's state is held for a peer that cannot be reached before it is given up.",
+        ge=0.5,
+        le=3600,
+    )
+    credit_bytes: Size = key(
+        64 * MIB, "Encoded bytes a sender may have under way to us per session: bounds our receive memory.", ge=64 * KIB
+    )
+    max_staged_bytes: Size = key(
+        64 * MIB,
+        "Raw unacknowledged bytes of one stream past which its next chunk waits while others run.",
+        ge=64 * KIB,
+    )
+    codec: Literal["zstd", "raw"] = key(
+        "zstd", '"zstd" is lossless with byte planes; "raw" spends no CPU, for links faster than about 1 GB/s.'
+    )
+
+
+class ControlConfig(Section):
+    """The control socket of the ctl."""
+
+    socket: FilePath = key(
+        None,
+        'Unix socket, mode 0600; "" is control.sock in the runtime directory (/run/<daemon> for root and under systemd,'
+        " $XDG_RUNTIME_DIR/<daemon> for users). Two daemons of one kind on a machine need one each.",
+    )
+
+
+class LogConfig(Section):
+    """The log, on standard error. Changes by reload."""
+
+    level: Literal["debug", "info", "warning", "error"] = key("info", "Least severe message that is written.")
+    format: Literal["text", "json"] = key("text", '"text" is one line of key=value; "json" one object per line.')
+
+
+class DrainConfig(Section):
+    """What SIGTERM and the verb `drain` wait for."""
+
+    timeout: Duration = key(
+        60.0, "How long a stopping daemon waits for requests in flight before it cancels them.", ge=0, le=86400
+    )
+
+
+class SharedConfig(RootSection):
+    """Sections that both daemons have."""
+
+    node: NodeConfig = NodeConfig()
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    fake: FakeConfig = FakeConfig()
+    security: SecurityConfig = SecurityConfig()
+    links: LinksConfig = LinksConfig()
+    stream: StreamConfig = StreamConfig()
+    control: ControlConfig = ControlConfig()
+    log: LogConfig = LogConfig()
+    drain: DrainConfig = DrainConfig()
+
+    def check(self) -> Iterator[Problem]:
+        yield from _check_engine(self)
+        yield from _check_transfer(self)
+
+    def check_environment(self) -> Iterator[Problem]:
+        yield from _check_cpus(self.engine)
+        if self.engine.backend == "local" and self.model.path is not None and not self.model.path.is_dir():
+            yield Problem(("model.path",), f"{self.model.path} is not a directory, or may not be entered")
+        if self.security.key_file is not None:
+            try:
+                read_key(self.security.key_file)
+            except ConfigError as error:
+                yield Problem(("security.key_file",), str(error))
+
+
+def _check_engine(config: SharedConfig) -> Iterator[Problem]:
+    if config.engine.backend == "local" and config.model.path is None:
+        yield Problem(("model.path", "engine.backend"), 'is required when engine.backend is "local"')
+    if config.fake.window_layers > config.fake.num_layers:
+        yield Problem(
+            ("fake.window_layers", "fake.num_layers"),
+            f"{config.fake.window_layers} windowed layers do not fit into num_layers = {config.fake.num_layers}",
+        )
+    socket = config.control.socket
+    if socket is not None and len(os.fsencode(socket)) > MAX_SOCKET_PATH:
+        yield Problem(
+            ("control.socket",),
+            f"the path has {len(os.fsencode(socket))} bytes, a Unix socket's may have {MAX_SOCKET_PATH}",
+        )
+
+
+def _check_transfer(config: SharedConfig) -> Iterator[Problem]:
+    links, stream = config.links, config.stream
+    if links.reconnect_max < links.reconnect_min:
+        yield Problem(("links.reconnect_max", "links.reconnect_min"), "is less than links.reconnect_min")
+    if stream.credit_bytes < links.piece_bytes:
+        yield Problem(
+            ("stream.credit_bytes", "links.piece_bytes"),
+            f"{exact_size(stream.credit_bytes)} cannot hold one piece of links.piece_bytes ="
+            f" {exact_size(links.piece_bytes)}: nothing would ever be sent",
+        )
+    if stream.max_staged_bytes < config.engine.segment_bytes:
+        yield Problem(
+            ("stream.max_staged_bytes", "engine.segment_bytes"),
+            f"{exact_size(stream.max_staged_bytes)} cannot hold one segment of engine.segment_bytes ="
+            f" {exact_size(config.engine.segment_bytes)}",
+        )
+    if stream.lease < 2 * links.heartbeat:
+        yield Problem(
+            ("stream.lease", "links.heartbeat"),
+            f"{stream.lease:g} s is less than two heartbeats of {links.heartbeat:g} s: one lost ping ends requests",
+        )
+
+
+def _check_cpus(engine: EngineConfig) -> Iterator[Problem]:
+    allowed = os.sched_getaffinity(0)
+    missing = [n for n in engine.cpus if n not in allowed]
+    if missing:
+        yield Problem(
+            ("engine.cpus",),
+            f"core {', '.join(map(str, missing))} does not exist or is not allowed here; allowed:"
+            f" {', '.join(map(str, sorted(allowed)))}",
+        )
+    if len(set(engine.cpus)) != len(engine.cpus):
+        yield Problem(("engine.cpus",), "names a core twice")
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address that never leaves the machine; names other than localhost count as leaving it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_bind(path: str, host: str, secret: Path | None, secret_key: str) -> Iterator[Problem]:
+    """The rule of both daemons: an address others can reach needs a secret."""
+    if not is_loopback(host) and secret is None:
+        yield Problem(
+            (path, secret_key), f"{host!r} can be reached from other machines: set {secret_key}, or use 127.0.0.1"
+        )
+
+
+def _read_secret(path: Path, max_bytes: int = 1 << 20) -> bytes:
+    """A file that others may not read. Raises ConfigError."""
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"{path} is not a regular file")
+        if mode & stat.S_IRWXO:
+            raise ConfigError(f"{path} has mode {stat.S_IMODE(mode):04o}, open to every user: chmod o= {path}")
+        if path.stat().st_size > max_bytes:
+            raise ConfigError(f"{path} has more than {exact_size(max_bytes)}: not a key file")
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def read_key(path: Path) -> bytes:
+    """The shared secret as 32 bytes for HMAC: SHA-256 of the file without trailing line ends.
+
+    Raises:
+        ConfigError: missing, open to others, or less than 32 bytes of secret.
+    """
+    secret = _read_secret(path).rstrip(b"\r\n")
+    if len(secret) < MIN_KEY_BYTES:
+        raise ConfigError(f"{path} holds {len(secret)} bytes of secret, at least {MIN_KEY_BYTES} are needed")
+    if len(set(secret)) < 8:
+        raise ConfigError(f"{path} holds only {len(set(secret))} different bytes: that is no secret")
+    return hashlib.sha256(secret).digest()
+
+
+def read_lines(path: Path) -> tuple[str, ...]:
+    """The secrets of a file with one per line; empty lines and lines with # in front are left out.
+
+    Raises:
+        ConfigError: missing, open to others, not text, or empty.
+    """
+    try:
+        text = _read_secret(path).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text") from error
+    lines = tuple(s for line in text.splitlines() if (s := line.strip()) and not s.startswith("#"))
+    if not lines:
+        raise ConfigError(f"{path} holds no key")
+    return lines
+
+
+MAX_STATE_BYTES = 4 * GIB

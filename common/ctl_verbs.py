@@ -1,0 +1,159 @@
+"""Verbs that both ctls have. Each is made by a function, since the text names the daemon. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from common.ctl import Context, Verb
+from common.errors import EXIT_OK, EXIT_RUNTIME, ControlError
+from common.units import parse_duration
+
+POLL_S = 0.1
+
+
+def duration(text: str) -> float:
+    """An argument like "30s", or seconds without a unit. Raises argparse.ArgumentTypeError."""
+    try:
+        return float(text) if text.replace(".", "", 1).isdigit() else parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _show(verb: str) -> Any:
+    def run(context: Context) -> int:
+        return context.show(context.call(verb))
+
+    return run
+
+
+def status(daemon: str) -> Verb:
+    """Everything at a glance."""
+    text = (
+        f"State of {daemon}: starting, ready, draining, drained or stopping; what runs and waits, memory, limits.\n"
+        "Always answers with exit code 0 while the daemon lives; see `wait ready` for a check."
+    )
+    return Verb("status", "state, load and memory of the daemon", text, _show("status"))
+
+
+def peers(daemon: str) -> Verb:
+    """Who is connected."""
+    text = f"The peers of {daemon}: state and reason, links, codec, round trip, bytes, identity and numerics."
+    return Verb("peers", "peers with state, links and traffic", text, _show("peers"))
+
+
+def requests(daemon: str) -> Verb:
+    """What is in flight."""
+    return Verb("requests", "requests in flight", f"One line for each request {daemon} has running or queued.",
+                _show("requests"))  # fmt: skip
+
+
+def config(daemon: str) -> Verb:
+    """The running configuration."""
+
+    def run(context: Context) -> int:
+        data = context.call("config")
+        return context.show(
+            data["values"], f"# in use by {daemon}; read from {data['file'] or 'no file'}\n{data['toml']}"
+        )
+
+    text = (
+        f"The configuration {daemon} runs with, as TOML with every default (values as JSON with --json).\n"
+        "It differs from the file when the file was edited and not yet, or not successfully, reloaded."
+    )
+    return Verb("config", "configuration in use", text, run)
+
+
+def version(daemon: str) -> Verb:
+    """What runs."""
+    return Verb("version", "version of the daemon and of its model", f"Version, protocol and model of {daemon}.",
+                _show("version"))  # fmt: skip
+
+
+def resume(daemon: str) -> Verb:
+    """The opposite of drain."""
+    return Verb("resume", "accept work again after drain", f"End a drain: {daemon} accepts new work again.",
+                _show("resume"))  # fmt: skip
+
+
+def reload(daemon: str) -> Verb:
+    """The configuration file again."""
+    text = (
+        f"Make {daemon} read its configuration again and say what changed. If anything in it is wrong, or would need\n"
+        "a restart, the old one stays, the reasons are printed, and the exit code is 1. Nothing in flight is lost."
+    )
+    return Verb("reload", "apply the edited configuration", text, _show("reload"))
+
+
+def drain(daemon: str) -> Verb:
+    """Finish what is accepted, accept nothing new."""
+
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--wait", action="store_true", help="return when no request is in flight any more")
+        _add_timeout(parser, "with --wait: give up after this time (exit code 1; the drain goes on)")
+
+    def run(context: Context) -> int:
+        data = context.call("drain")
+        if context.args.wait:
+            data = wait_for(context, "drained", context.args.timeout)
+        return context.show(data)
+
+    text = (
+        f"{daemon} finishes what it accepted and accepts nothing new; peers are told, /readyz answers 503. It keeps\n"
+        "running: `resume` ends the drain, SIGTERM stops it."
+    )
+    return Verb("drain", "finish what is accepted, accept nothing new", text, run, arguments)
+
+
+def wait(daemon: str) -> Verb:
+    """Block until a state is reached."""
+
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("state", choices=("ready", "drained"), help="the state to wait for")
+        _add_timeout(parser, "give up after this time, with exit code 1")
+
+    def run(context: Context) -> int:
+        return context.show(wait_for(context, context.args.state, context.args.timeout))
+
+    text = (
+        f"Return with exit code 0 as soon as {daemon} is in the state, with 1 after the timeout. `wait ready` may be\n"
+        "called before the daemon is started; `wait drained` fails at once when nobody answers."
+    )
+    return Verb("wait", "block until the daemon is ready or drained", text, run, arguments)
+
+
+def _add_timeout(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--timeout", type=duration, metavar="TIME", help=f'{text}; "90s", "5min" (default: forever)')
+
+
+def wait_for(context: Context, state: str, timeout_s: float | None) -> Any:
+    """Poll `status` until it has the state; returns the last status. Raises ControlError after the timeout."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        seen = "unreachable"
+        try:
+            data = context.call("status")
+            seen = str(data.get("state"))
+            if seen == state:
+                return data
+        except ControlError as error:
+            if state == "drained":
+                raise
+            seen = str(error)
+        if deadline is not None and time.monotonic() >= deadline:
+            raise ControlError(f"not {state} after {timeout_s:g} s; last seen: {seen}")
+        time.sleep(POLL_S)
+
+
+def run_child(module: str, arguments: list[str]) -> int:
+    """Run a module as a child process with our own input and output; returns its exit code (128 + n for signal n)."""
+    import subprocess
+
+    try:
+        code = subprocess.call([sys.executable, "-m", module, *arguments])
+    except OSError as error:
+        sys.stderr.write(f"cannot run {sys.executable}: {error}\n")
+        return EXIT_RUNTIME
+    return code if code >= EXIT_OK else 128 - code

@@ -1,0 +1,161 @@
+"""Structured logs: one line of key=value text or one JSON object per record, written by a thread of its own.
+
+Code logs through the standard library and passes fields by name: `log.info("peer ready", extra={"peer": name})`.
+`bound(request_id=...)` adds fields to everything logged inside it, across awaits. The event loop never waits for the
+disk or a pipe: when the queue is full, lines are dropped and counted. Called by daemon.py; knows no configuration file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import json
+import logging
+import logging.handlers
+import os
+import queue
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+MAX_QUEUED_LINES = 10_000
+OURS = ("common", "prefilld", "decoded")
+
+_fields: contextvars.ContextVar[dict[str, Any]] = contextvars.ContextVar("log_fields")
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_PRIORITY = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
+
+
+@contextlib.contextmanager
+def bound(**fields: Any) -> Iterator[None]:
+    """Add fields to every record logged in this block by this task (and by tasks it creates)."""
+    token = _fields.set({**_fields.get({}), **fields})
+    try:
+        yield
+    finally:
+        _fields.reset(token)
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+    """The bound fields and those passed by `extra`, in that order; the latter win."""
+    extra = {k: v for k, v in vars(record).items() if k not in _STANDARD}
+    return {**_fields.get({}), **extra}
+
+
+class TextFormatter(logging.Formatter):
+    """`2025-01-31T12:00:00.123Z info decoded.dispatch peer ready peer=p1`; no time and a priority for journald."""
+
+    def __init__(self, *, is_journal: bool = False) -> None:
+        super().__init__()
+        self._is_journal = is_journal
+
+    def format(self, record: logging.LogRecord) -> str:
+        head = f"<{_PRIORITY.get(record.levelno, 5)}>" if self._is_journal else f"{_timestamp(record)} "
+        pairs = "".join(f" {k}={_text_value(v)}" for k, v in fields_of(record).items())
+        message = record.getMessage().replace("\n", "\\n")
+        line = f"{head}{record.levelname.lower()} {record.name} {message}{pairs}"
+        if record.exc_info:
+            trace = self.formatException(record.exc_info)
+            line += "\n" + "\n".join(f"  | {t}" for t in trace.splitlines())
+        return line
+
+
+class JsonFormatter(logging.Formatter):
+    """One object: time, level, logger, message, the fields, and traceback when there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": _timestamp(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **fields_of(record),
+        }
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False, default=str)
+
+
+def _timestamp(record: logging.LogRecord) -> str:
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
+
+
+def _text_value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    is_plain = text and text.isprintable() and not any(c in text for c in ' "=')
+    return text if is_plain else json.dumps(text, ensure_ascii=False)
+
+
+class _LineQueue(logging.handlers.QueueHandler):
+    """Formats in the caller, where the bound fields are, and hands the finished line to the writing thread."""
+
+    num_dropped = 0
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        line = self.format(record)
+        return logging.LogRecord(record.name, record.levelno, "", 0, line, None, None)
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            self.queue.put_nowait(record)
+        except queue.Full:
+            self.num_dropped += 1
+
+
+class _Listener(logging.handlers.QueueListener):
+    def __init__(self, lines: queue.Queue[Any], source: _LineQueue, out: logging.Handler) -> None:
+        super().__init__(lines, out)
+        self._source = source
+        self._num_told = 0
+
+    def handle(self, record: logging.LogRecord) -> None:
+        lost = self._source.num_dropped - self._num_told
+        if lost:
+            self._num_told += lost
+            super().handle(
+                logging.LogRecord("common.logs", logging.WARNING, "", 0, f"{lost} log lines lost", None, None)
+            )
+        super().handle(record)
+
+
+class LogWriter:
+    """The installed log; `close` writes what is queued."""
+
+    def __init__(self, stream: TextIO, level: str, form: str) -> None:
+        lines: queue.Queue[Any] = queue.Queue(MAX_QUEUED_LINES)
+        self._handler = _LineQueue(lines)
+        out = logging.StreamHandler(stream)
+        out.setFormatter(logging.Formatter("%(message)s"))
+        self._listener = _Listener(lines, self._handler, out)
+        self._listener.start()
+        self.configure(level, form)
+        root = logging.getLogger()
+        root.handlers[:] = [self._handler]
+        logging.captureWarnings(True)
+
+    def configure(self, level: str, form: str) -> None:
+        """Set level ("debug" ... "error") and format ("text" | "json"); takes effect with the next record."""
+        number = logging.getLevelNamesMapping()[level.upper()]
+        logging.getLogger().setLevel(max(number, logging.WARNING))
+        for name in OURS:
+            logging.getLogger(name).setLevel(number)
+        journal = "JOURNAL_STREAM" in os.environ
+        self._handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter(is_journal=journal))
+
+    @property
+    def num_dropped(self) -> int:
+        """Lines lost because the reader of the log was too slow."""
+        return self._handler.num_dropped
+
+    def close(self) -> None:
+        """Write what is queued and stop the thread. Later records go to the standard library's last resort."""
+        logging.getLogger().handlers[:] = []
+        self._listener.stop()
+
+
+def setup(level: str = "info", form: str = "text", stream: TextIO | None = None) -> LogWriter:
+    """Install the log on `stream` (standard error). Other libraries' records are shown from warning on."""
+    return LogWriter(stream or sys.stderr, level, form)

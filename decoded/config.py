@@ -1,0 +1,184 @@
+"""decoded's configuration: the shared sections and its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
+
+from common.config import MAX_STATE_BYTES, NAME, SharedConfig, check_bind, is_loopback, read_lines
+from common.config_types import Array, Duration, FilePath, Problem, Section, Size, Threshold, key, required
+from common.errors import ConfigError
+from common.units import GIB, KIB, MIB
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port" or "[v6]:port".
+
+    Raises:
+        ValueError: not of that form, or a port outside 1 to 65535.
+    """
+    host, colon, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError('an IPv6 address needs brackets: "[::1]:7400"')
+    if not colon or not host or any(c.isspace() or c in "/@" for c in host):
+        raise ValueError('must be "host:port", for example "10.0.0.7:7400"')
+    if not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        raise ValueError(f"port {port!r} is not between 1 and 65535")
+    return host, int(port)
+
+
+def _address(text: str) -> str:
+    split_address(text)
+    return text
+
+
+class HttpConfig(Section):
+    """The OpenAI API, health and metrics."""
+
+    host: str = key("127.0.0.1", "Address to bind. Beyond loopback http.api_key_file is needed.", min_length=1)
+    port: int = key(8000, "TCP port; 0 takes a free one.", ge=0, le=65535)
+    api_key_file: FilePath = key(
+        None,
+        'File with one API key per line, not readable by others; "" asks for no key, allowed only on loopback. With'
+        " keys every route but /livez and /readyz wants one.",
+    )
+    allow_route_override: bool = key(
+        False, "Obey the header X-Prfaas-Route: local | remote. For tests: it lets clients pass by routing."
+    )
+    default_max_tokens: int = key(2048, "Output tokens of a request that names no limit.", ge=1)
+    max_body_bytes: Size = key(32 * MIB, "Longest request body.", ge=1 * KIB, le=1 * GIB)
+    sse_comment: Duration = key(
+        2.0,
+        "A stream silent for so long gets a comment, so that proxies keep it open and dead clients show.",
+        ge=0.1,
+        le=60,
+    )
+
+
+class PeerConfig(Section):
+    """A prefilld. Peers may join and leave by reload."""
+
+    name: str = required("What logs, metrics and answers call it.", pattern=NAME)
+    address: Annotated[str, AfterValidator(_address)] = required('"host:port" of its [listen].')
+
+    @property
+    def host(self) -> str:
+        """Host of the address, without brackets."""
+        return split_address(self.address)[0]
+
+    @property
+    def port(self) -> int:
+        """Port of the address."""
+        return split_address(self.address)[1]
+
+
+class RoutingConfig(Section):
+    """Where prompts are prefilled. Changes by reload."""
+
+    mode: Literal["threshold", "local-only", "remote-only"] = key(
+        "threshold", '"threshold" compares uncached prompt tokens; the others are for comparison.'
+    )
+    threshold_tokens: Threshold = key(
+        1000, 'Uncached prompt tokens above which prefill goes remote: 0 sends all, "inf" none.'
+    )
+
+
+class FallbackConfig(Section):
+    """Local prefill of what should have gone remote, bounded so that it cannot swamp decoding. Changes by reload."""
+
+    local_prefill_tokens_per_s: float = key(
+        2000.0,
+        "Prompt tokens per second that may fall back to local prefill; past it clients get 503. 0 allows none.",
+        ge=0,
+    )
+    burst_tokens: int = key(8000, "Prompt tokens that may fall back at once after a quiet time.", ge=0)
+    attempts: int = key(2, "Peers tried for one request before it falls back.", ge=1, le=16)
+
+
+class AdmissionConfig(Section):
+    """Past these a request is refused with 429 or 503 and a time to come back. Changes by reload."""
+
+    max_running_requests: int = key(32, "Requests admitted at the same time.", ge=1, le=65536)
+    max_queued_requests: int = key(128, "Requests waiting to be admitted.", ge=0, le=1 << 20)
+    max_queued_tokens: int = key(400_000, "Prompt tokens waiting to be admitted.", ge=0)
+    max_state_bytes: Size = key(
+        MAX_STATE_BYTES, "State memory of all admitted requests; each counts prompt plus its output limit.", ge=1 * MIB
+    )
+    retry_after: Duration = key(1.0, "What Retry-After tells a refused client, rounded up to seconds.", ge=0, le=3600)
+
+
+class BatchConfig(Section):
+    """The running batch."""
+
+    max_batch: int = key(16, "Sequences in one decode step.", ge=1, le=4096)
+    token_budget: int = key(
+        0, "Prompt tokens of local prefill mixed into one decode step: less keeps running streams smoother. 0 is the"
+        " engine's chunk.", ge=0,
+    )  # fmt: skip
+
+
+class HealthConfig(Section):
+    """When /readyz says no although the process lives."""
+
+    stall: Duration = key(
+        30.0,
+        "Requests wait and the engine made no progress for so long: not ready, and the watchdog is not fed.",
+        ge=1,
+        le=3600,
+    )
+
+
+class PeerPolicyConfig(Section):
+    """Which peers are accepted beyond the identity that must always match."""
+
+    require_same_numerics: bool = key(
+        False, "Refuse peers whose dtype, device, chunk or threads differ: tokens may then differ in the last bit."
+    )
+
+
+class DecodeConfig(SharedConfig):
+    """The root of decoded's configuration."""
+
+    http: HttpConfig = HttpConfig()
+    peers: Annotated[tuple[PeerConfig, ...], Array] = key(
+        (), "The prefillds, one [[peers]] table each with `name` and `address`. None: everything is computed here."
+    )
+    routing: RoutingConfig = RoutingConfig()
+    fallback: FallbackConfig = FallbackConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+    batch: BatchConfig = BatchConfig()
+    health: HealthConfig = HealthConfig()
+    peer_policy: PeerPolicyConfig = PeerPolicyConfig()
+
+    def check(self) -> Iterator[Problem]:
+        yield from super().check()
+        yield from check_bind("http.host", self.http.host, self.http.api_key_file, "http.api_key_file")
+        for what in ("name", "address"):
+            counts = Counter(getattr(peer, what) for peer in self.peers)
+            seen: set[str] = set()
+            for n, peer in enumerate(self.peers):
+                value = getattr(peer, what)
+                if counts[value] > 1 and value in seen:
+                    yield Problem((f"peers[{n}].{what}", "peers"), f"{value!r} is used by more than one peer")
+                seen.add(value)
+        for n, peer in enumerate(self.peers):
+            if not is_loopback(peer.host) and self.security.key_file is None:
+                yield Problem(
+                    (f"peers[{n}].address", "security.key_file"),
+                    f"{peer.address} is not on this machine: set security.key_file",
+                )
+        if self.routing.mode == "remote-only" and not self.peers:
+            yield Problem(("routing.mode", "peers"), '"remote-only" needs at least one entry in [[peers]]')
+
+    def check_environment(self) -> Iterator[Problem]:
+        yield from super().check_environment()
+        if self.http.api_key_file is not None:
+            try:
+                read_lines(self.http.api_key_file)
+            except ConfigError as error:
+                yield Problem(("http.api_key_file",), str(error))

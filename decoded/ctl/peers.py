@@ -1,0 +1,5 @@
+"""`decodectl peers`"""
+
+from common import ctl_verbs
+
+VERB = ctl_verbs.peers("decoded")

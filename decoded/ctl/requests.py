@@ -1,0 +1,5 @@
+"""`decodectl requests`"""
+
+from common import ctl_verbs
+
+VERB = ctl_verbs.requests("decoded")

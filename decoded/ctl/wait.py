@@ -1,0 +1,5 @@
+"""`decodectl wait`"""
+
+from common import ctl_verbs
+
+VERB = ctl_verbs.wait("decoded")

@@ -1,0 +1,58 @@
+"""prefilld's configuration: the shared sections and its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from common.config import MAX_STATE_BYTES, SharedConfig, check_bind
+from common.config_types import Problem, Section, Size, key
+from common.units import MIB
+
+
+class ListenConfig(Section):
+    """Where decodeds connect to."""
+
+    host: str = key(
+        "127.0.0.1",
+        'Address to bind; "0.0.0.0" and "::" are all addresses. Beyond loopback security.key_file is needed.',
+        min_length=1,
+    )
+    port: int = key(7400, "TCP port; 0 takes a free one.", ge=0, le=65535)
+
+
+class HttpConfig(Section):
+    """Metrics, health and read-only status over HTTP: /metrics, /livez, /readyz, /version. No key is asked for."""
+
+    host: str = key("127.0.0.1", "Address to bind.", min_length=1)
+    port: int = key(7480, "TCP port; 0 takes a free one.", ge=0, le=65535)
+
+
+class LimitsConfig(Section):
+    """Past these a request is refused with a time to come back. Changes by reload."""
+
+    max_running_requests: int = key(
+        16, "Requests whose chunks take turns. More share the engine finer and hold more state.", ge=1, le=4096
+    )
+    max_queued_requests: int = key(64, "Requests waiting for a turn.", ge=0, le=1 << 20)
+    max_queued_tokens: int = key(
+        200_000, "Uncached prompt tokens waiting: divided by the prefill speed it is the longest wait.", ge=0
+    )
+    max_prompt_tokens: int = key(0, "Longest prompt taken; 0 is the model's context.", ge=0)
+    max_state_bytes: Size = key(
+        MAX_STATE_BYTES, "State memory of all requests together, computed and not yet acknowledged.", ge=1 * MIB
+    )
+
+
+class PrefillConfig(SharedConfig):
+    """The root of prefilld's configuration."""
+
+    listen: ListenConfig = ListenConfig()
+    http: HttpConfig = HttpConfig()
+    limits: LimitsConfig = LimitsConfig()
+
+    def check(self) -> Iterator[Problem]:
+        yield from super().check()
+        yield from check_bind("listen.host", self.listen.host, self.security.key_file, "security.key_file")
+        same_host = self.listen.host == self.http.host
+        if same_host and self.listen.port == self.http.port != 0:
+            yield Problem(("http.port", "listen.port"), f"{self.http.port} is already taken by listen.port")

@@ -1,0 +1,5 @@
+"""`prefillctl config`"""
+
+from common import ctl_verbs
+
+VERB = ctl_verbs.config("prefilld")

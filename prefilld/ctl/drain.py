@@ -1,0 +1,5 @@
+"""`prefillctl drain`"""
+
+from common import ctl_verbs
+
+VERB = ctl_verbs.drain("prefilld")

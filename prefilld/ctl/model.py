@@ -1,0 +1,28 @@
+"""`prefillctl model`"""
+
+from __future__ import annotations
+
+import argparse
+
+from common.ctl import Context, Verb
+from common.ctl_verbs import run_child
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", title="actions")
+    text = (
+        "Make a served model directory DEST (safetensors, tokenizer, manifest with content digests) from SOURCE. Both\n"
+        "daemons need one with equal digests. No running daemon is needed; DEST must not exist yet."
+    )
+    raw = argparse.RawDescriptionHelpFormatter
+    add = actions.add_parser("import", help="from a GGUF file or Hugging Face directory", description=text,
+                             formatter_class=raw)  # fmt: skip
+    add.add_argument("source", metavar="SOURCE", help="a .gguf file, or a directory with config.json and safetensors")
+    add.add_argument("dest", metavar="DEST", help="directory to make")
+
+
+def _run(context: Context) -> int:
+    return run_child("common.engine.importer", [context.args.source, context.args.dest])
+
+
+VERB = Verb("model", "import a model", "Work on model directories, without a daemon.", _run, _arguments)

@@ -1,0 +1,5 @@
+"""`prefillctl peers`"""
+
+from common import ctl_verbs
+
+VERB = ctl_verbs.peers("prefilld")

@@ -1,0 +1,5 @@
+"""`prefillctl reload`"""
+
+from common import ctl_verbs
+
+VERB = ctl_verbs.reload("prefilld")

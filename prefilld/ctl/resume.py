@@ -1,0 +1,5 @@
+"""`prefillctl resume`"""
+
+from common import ctl_verbs
+
+VERB = ctl_verbs.resume("prefilld")

@@ -1,0 +1,5 @@
+"""`prefillctl version`"""
+
+from common import ctl_verbs
+
+VERB = ctl_verbs.version("prefilld")

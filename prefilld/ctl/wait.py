@@ -1,0 +1,5 @@
+"""`prefillctl wait`"""
+
+from common import ctl_verbs
+
+VERB = ctl_verbs.wait("prefilld")

@@ -1,0 +1,110 @@
+"""A small service driven by the real run_daemon, as a process: `python tests/ops/fake_daemon.py --config F`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from typing import Any
+
+from common.daemon import Program, run_daemon
+from common.errors import ConfigError, EngineDead, StartupError
+from decoded.config import DecodeConfig
+
+
+class FakeService:
+    """Environment variables choose what goes wrong."""
+
+    def __init__(self, config: DecodeConfig, fake_peer: Any = None) -> None:
+        self.config, self.fake_peer = config, fake_peer
+        self.state = "starting"
+        self.num_running = int(os.environ.get("FAKE_RUNNING", "0"))
+        self.idle = asyncio.Event()
+        self.healthy = True
+        if self.num_running == 0:
+            self.idle.set()
+
+    async def start(self) -> None:
+        match os.environ.get("FAKE_START", ""):
+            case "startup":
+                raise StartupError("no weights in /nowhere")
+            case "oserror":
+                raise OSError(98, "Address already in use")
+            case "config":
+                raise ConfigError("model.path: tampered")
+            case "hang":
+                await asyncio.Event().wait()
+        self.state = "ready"
+
+    async def drain(self, timeout: float) -> None:
+        self.state = "draining"
+        try:
+            await asyncio.wait_for(self.idle.wait(), timeout)
+        except TimeoutError:
+            return
+        self.state = "drained"
+
+    async def stop(self) -> None:
+        print("stop called", flush=True)
+
+    async def reload(self, config: DecodeConfig) -> list[str]:
+        if config.http.port != self.config.http.port:
+            raise ConfigError("http.port: cannot change without a restart")
+        old, self.config = self.config, config
+        return [f"log.level {old.log.level} -> {config.log.level}"] if old.log.level != config.log.level else []
+
+    def is_healthy(self) -> bool:
+        return self.healthy
+
+    def control_handlers(self) -> dict[str, Any]:
+        async def status(params: dict[str, Any]) -> dict[str, Any]:
+            fake = None if self.fake_peer is None else [self.fake_peer.rate_bps, self.fake_peer.rtt_s]
+            return {
+                "state": self.state,
+                "requests": {"running": self.num_running},
+                "state_bytes": 3 << 20,
+                "fake_peer": fake,
+                "omp": os.environ.get("OMP_NUM_THREADS"),
+                "cpus": sorted(os.sched_getaffinity(0)),
+            }
+
+        async def drain(params: dict[str, Any]) -> dict[str, Any]:
+            self.state = "drained" if self.idle.is_set() else "draining"
+            return {"state": self.state}
+
+        async def finish(params: dict[str, Any]) -> dict[str, Any]:
+            self.num_running = 0
+            self.idle.set()
+            if self.state == "draining":
+                self.state = "drained"
+            return {}
+
+        async def peers(params: dict[str, Any]) -> list[dict[str, Any]]:
+            return [{"name": p.name, "state": "ready", "in_bytes": 2048} for p in self.config.peers]
+
+        async def sick(params: dict[str, Any]) -> dict[str, Any]:
+            self.healthy = bool(params.get("healthy", False))
+            return {}
+
+        async def die(params: dict[str, Any]) -> dict[str, Any]:
+            self.on_fatal(EngineDead("the engine thread ended"))
+            return {}
+
+        async def bug(params: dict[str, Any]) -> dict[str, Any]:
+            raise KeyError("a bug")
+
+        async def threshold(params: dict[str, Any]) -> dict[str, Any]:
+            return {"threshold": params.get("threshold", 1000)}
+
+        async def explain(params: dict[str, Any]) -> dict[str, Any]:
+            return {"request_id": params["request_id"], "timing": {"queue_s": 0.0123}}
+
+        return {
+            k: v
+            for k, v in locals().items()
+            if k in {"status", "drain", "finish", "peers", "sick", "die", "bug", "threshold", "explain"}
+        }
+
+
+if __name__ == "__main__":
+    sys.exit(run_daemon(Program("decoded", "A daemon for tests.", DecodeConfig, FakeService), sys.argv[1:]))
