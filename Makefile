@@ -1,0 +1,61 @@
+# Everything here works on a bare clone with Python 3.11+ and make: each target does the set-up it needs, once.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+MODEL ?= smollm2-135m-instruct
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+# One thread per torch process: two processes with two threads each on two cores slow each other down many times over.
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
+export PYTHONUNBUFFERED = 1
+
+# Tests of the emulated wide-area link need root and a TUN device; elsewhere they are left out.
+MARKS := not slow$(shell [ "$$(id -u)" = 0 ] && [ -c /dev/net/tun ] || echo ' and not wan')
+ALL_MARKS := $(shell [ "$$(id -u)" = 0 ] && [ -c /dev/net/tun ] || echo 'not wan')
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup model models demo test test-all check bench clean
+
+help: ## show this text
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.ready ## create .venv with the product and its development tools
+
+$(VENV)/.ready: pyproject.toml conf/constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 or later is needed; set PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
+		|| { echo "$(PYTHON) is not Python 3.11 to 3.13; set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade 'pip>=25'
+	$(PIP) install --constraint conf/constraints.txt torch
+	$(PIP) install --constraint conf/constraints.txt --editable '.[gguf,dev]'
+	@touch $@
+
+model: setup ## fetch and import a model once (MODEL=smollm2-135m-instruct | gemma3-270m) into PRFAAS_HOME
+	@$(BIN)/python -m common.engine.fetch $(MODEL)
+
+models: setup
+	@$(BIN)/python -m common.engine.fetch smollm2-135m-instruct gemma3-270m
+
+demo: model ## start both daemons on this machine and send them a short and a long prompt
+	@$(BIN)/python -m benchmarks.demo $(ARGS)
+
+test: models ## the default test suite
+	$(PYTEST) -m '$(MARKS)' $(ARGS)
+
+test-all: models ## every test, the long lists too
+	$(PYTEST) -m '$(ALL_MARKS)' $(ARGS)
+
+check: setup ## format, lint, types, import rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(PYTEST) -q tests/test_layers.py tests/test_no_unsafe.py
+
+bench: model ## measure throughput and latency of a pair on this machine
+	@$(BIN)/python -m benchmarks.bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,136 @@
+"""Verifies a served model directory and loads it: nothing is used that the manifest does not vouch for.
+
+Knows no configuration and no network; code that comes with a model is never run. Called by the engine's thread at
+start-up (load_model) and by the importer (verify_model_dir).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.engine.manifest import MANIFEST, FileEntry, Manifest, hash_files, read_manifest
+from common.errors import StartupError
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready for inference. `model` is a transformers causal language model in eval mode, without gradients."""
+
+    model: Any
+    manifest: Manifest
+    tokenizer_dir: Path
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    max_context: int
+
+
+def verify_model_dir(path: Path) -> Manifest:
+    """Check every byte of the directory against its manifest.
+
+    Raises StartupError naming the file that is missing, truncated, altered, or there without being listed.
+    """
+    manifest = read_manifest(path)
+    listed = {entry.name: entry for entry in manifest.files}
+    for name, entry in listed.items():
+        _check_size(path / name, entry)
+    for found in sorted(path.iterdir()):
+        if found.name not in listed and found.name != MANIFEST and not _is_harmless(found):
+            raise StartupError(f"{found} is not listed in {MANIFEST}: it does not belong to this model.")
+    for actual in hash_files(path, listed):
+        if actual != listed[actual.name]:
+            raise StartupError(f"{path / actual.name} was altered: its SHA-256 is not the one in {MANIFEST}.")
+    return manifest
+
+
+def load_model(
+    path: Path, *, device: str = "cpu", dtype: str = "float32", attn_implementation: str = "sdpa"
+) -> LoadedModel:
+    """Verify and load `path`. `attn_implementation` may be a name registered with transformers' AttentionInterface.
+
+    Raises StartupError when the directory is damaged, the device does not exist, or the weights do not fit the config.
+    """
+    import torch
+
+    manifest = verify_model_dir(path)
+    target = _device(device)
+    if dtype not in DTYPES:
+        raise StartupError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
+    model = _load_weights(path, getattr(torch, dtype), attn_implementation).to(target).eval().requires_grad_(False)
+    text = model.config.get_text_config()
+    return LoadedModel(
+        model=model,
+        manifest=manifest,
+        tokenizer_dir=path,
+        eos_token_ids=_eos_token_ids(path, text),
+        vocab_size=int(text.vocab_size),
+        max_context=int(text.max_position_embeddings),
+    )
+
+
+def _load_weights(path: Path, dtype: torch.dtype, attn_implementation: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    auto_class: Any = AutoModelForCausalLM
+    try:
+        model, report = auto_class.from_pretrained(
+            str(path),
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (ValueError, OSError, RuntimeError, ImportError, KeyError) as error:
+        raise StartupError(f"{path} cannot be loaded: {error}") from error
+    # transformers would initialise what is missing at random and go on.
+    for problem in ("missing_keys", "mismatched_keys"):
+        if names := sorted(str(n) for n in report[problem]):
+            raise StartupError(f"{path}: {problem.replace('_', ' ')} in the weights: {', '.join(names[:5])}.")
+    return model
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise StartupError(f"device {name!r} is not a device of torch; use 'cpu' or 'cuda'.") from None
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise StartupError(f"device {name!r} was asked for but torch sees {torch.cuda.device_count()} CUDA devices.")
+    return device
+
+
+def _eos_token_ids(path: Path, config: Any) -> tuple[int, ...]:
+    """From generation_config.json, which knows end-of-turn tokens too, else from the config; sorted."""
+    generation = path / "generation_config.json"
+    value = json.loads(generation.read_bytes()).get("eos_token_id") if generation.exists() else None
+    if value is None:
+        value = config.eos_token_id
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    return tuple(sorted({int(n) for n in ids}))
+
+
+def _check_size(path: Path, entry: FileEntry) -> None:
+    try:
+        num_bytes = path.stat().st_size
+    except FileNotFoundError:
+        raise StartupError(f"{path} is missing, though {MANIFEST} lists it.") from None
+    except OSError as error:
+        raise StartupError(f"{path} cannot be read: {error}.") from error
+    if num_bytes != entry.num_bytes:
+        raise StartupError(f"{path} has {num_bytes} bytes instead of the {entry.num_bytes} that {MANIFEST} lists.")
+
+
+def _is_harmless(path: Path) -> bool:
+    """Notes and hidden files; transformers reads neither."""
+    return path.name.startswith(".") or path.suffix == ".md"
