@@ -6,14 +6,10 @@ in the daemons' own config.py; they take their sections from SharedConfig and ma
 
 from __future__ import annotations
 
-import hashlib
-import ipaddress
 import os
 import platform
 import re
-import stat
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -21,15 +17,26 @@ from pydantic import Field
 from common.config_load import load_file as load
 from common.config_load import parse_text
 from common.config_render import changed_keys, plain, render
+from common.config_secrets import check_bind, is_loopback, read_key, read_lines, unreadable
 from common.config_types import Duration, FilePath, IntList, Problem, RootSection, Section, Size, key
-from common.errors import ConfigError
 from common.units import GIB, KIB, MIB, exact_size
 
-__all__ = ["SharedConfig", "changed_keys", "is_loopback", "load", "parse_text", "plain", "read_key", "read_lines",
-           "render"]  # fmt: skip
+__all__ = [
+    "SharedConfig",
+    "changed_keys",
+    "check_bind",
+    "is_loopback",
+    "load",
+    "parse_text",
+    "plain",
+    "read_key",
+    "read_lines",
+    "render",
+    "unreadable",
+]
 
-MIN_KEY_BYTES = 32
 MAX_SOCKET_PATH = 107
+MAX_STATE_BYTES = 4 * GIB
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -74,7 +81,7 @@ class EngineConfig(Section):
         "Compute dtype. On a CPU without AMX or AVX-512 bfloat16 is several times slower than float32; only float32"
         " makes outputs equal token for token on every route.",
     )
-    kv_dtype: Dtype | Literal[""] = key(
+    kv_dtype: Literal["", "float32", "bfloat16", "float16"] = key(
         "",
         'Dtype of the state kept and sent; "" is the compute dtype. bfloat16 halves memory and transfer, and rounds.',
     )
@@ -116,8 +123,10 @@ class EngineConfig(Section):
 class FakeConfig(Section):
     """Speeds and state sizes of the fake engine, read when engine.backend is "fake" or with --fake-peer."""
 
-    prefill_tokens_per_s: float = key(5000.0, "Prompt tokens computed per second, all requests together.", gt=0)
-    decode_tokens_per_s: float = key(50.0, "Output tokens per second of each sequence.", gt=0)
+    prefill_tokens_per_s: float = key(
+        2000.0, "Prompt tokens computed per second, all requests together; 0 takes no time.", ge=0
+    )
+    decode_tokens_per_s: float = key(50.0, "Output tokens per second of each sequence; 0 takes no time.", ge=0)
     num_layers: int = key(8, "Layers, windowed ones included.", ge=1, le=1024)
     num_heads: int = key(2, "Key and value heads of each layer.", ge=1, le=1024)
     head_dim: int = key(
@@ -126,7 +135,7 @@ class FakeConfig(Section):
     window_layers: int = key(0, "How many of the layers have a sliding window.", ge=0, le=1024)
     window: int = key(512, "Tokens in the window, the token itself included.", ge=2)
     vocab_size: int = key(32000, "Token ids run from 0 to this, exclusive.", ge=2, le=1 << 24)
-    max_context: int = key(131072, "Prompt plus output tokens of one sequence.", ge=2)
+    max_context: int = key(32768, "Prompt plus output tokens of one sequence.", ge=2)
 
 
 class SecurityConfig(Section):
@@ -188,6 +197,12 @@ class StreamConfig(Section):
         "Raw unacknowledged bytes of one stream past which its next chunk waits while others run.",
         ge=64 * KIB,
     )
+    progress_timeout: Duration = key(
+        60.0,
+        "A remote prefill that shows neither progress nor bytes for so long is given up and computed elsewhere.",
+        ge=1,
+        le=3600,
+    )
     codec: Literal["zstd", "raw"] = key(
         "zstd", '"zstd" is lossless with byte planes; "raw" spends no CPU, for links faster than about 1 GB/s.'
     )
@@ -208,6 +223,11 @@ class LogConfig(Section):
 
     level: Literal["debug", "info", "warning", "error"] = key("info", "Least severe message that is written.")
     format: Literal["text", "json"] = key("text", '"text" is one line of key=value; "json" one object per line.')
+    trace_file: FilePath = key(
+        None,
+        'Append one JSON line for each chunk, segment and piece to this file; "" is no trace. For measuring how compute'
+        " and transfer overlap: it grows without bound. Needs a restart.",
+    )
 
 
 class DrainConfig(Section):
@@ -241,10 +261,7 @@ class SharedConfig(RootSection):
         if self.engine.backend == "local" and self.model.path is not None and not self.model.path.is_dir():
             yield Problem(("model.path",), f"{self.model.path} is not a directory, or may not be entered")
         if self.security.key_file is not None:
-            try:
-                read_key(self.security.key_file)
-            except ConfigError as error:
-                yield Problem(("security.key_file",), str(error))
+            yield from unreadable("security.key_file", read_key, self.security.key_file)
 
 
 def _check_engine(config: SharedConfig) -> Iterator[Problem]:
@@ -297,67 +314,3 @@ def _check_cpus(engine: EngineConfig) -> Iterator[Problem]:
         )
     if len(set(engine.cpus)) != len(engine.cpus):
         yield Problem(("engine.cpus",), "names a core twice")
-
-
-def is_loopback(host: str) -> bool:
-    """True for an address that never leaves the machine; names other than localhost count as leaving it."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def check_bind(path: str, host: str, secret: Path | None, secret_key: str) -> Iterator[Problem]:
-    """The rule of both daemons: an address others can reach needs a secret."""
-    if not is_loopback(host) and secret is None:
-        yield Problem(
-            (path, secret_key), f"{host!r} can be reached from other machines: set {secret_key}, or use 127.0.0.1"
-        )
-
-
-def _read_secret(path: Path, max_bytes: int = 1 << 20) -> bytes:
-    """A file that others may not read. Raises ConfigError."""
-    try:
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):
-            raise ConfigError(f"{path} is not a regular file")
-        if mode & stat.S_IRWXO:
-            raise ConfigError(f"{path} has mode {stat.S_IMODE(mode):04o}, open to every user: chmod o= {path}")
-        if path.stat().st_size > max_bytes:
-            raise ConfigError(f"{path} has more than {exact_size(max_bytes)}: not a key file")
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def read_key(path: Path) -> bytes:
-    """The shared secret as 32 bytes for HMAC: SHA-256 of the file without trailing line ends.
-
-    Raises:
-        ConfigError: missing, open to others, or less than 32 bytes of secret.
-    """
-    secret = _read_secret(path).rstrip(b"\r\n")
-    if len(secret) < MIN_KEY_BYTES:
-        raise ConfigError(f"{path} holds {len(secret)} bytes of secret, at least {MIN_KEY_BYTES} are needed")
-    if len(set(secret)) < 8:
-        raise ConfigError(f"{path} holds only {len(set(secret))} different bytes: that is no secret")
-    return hashlib.sha256(secret).digest()
-
-
-def read_lines(path: Path) -> tuple[str, ...]:
-    """The secrets of a file with one per line; empty lines and lines with # in front are left out.
-
-    Raises:
-        ConfigError: missing, open to others, not text, or empty.
-    """
-    try:
-        text = _read_secret(path).decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text") from error
-    lines = tuple(s for line in text.splitlines() if (s := line.strip()) and not s.startswith("#"))
-    if not lines:
-        raise ConfigError(f"{path} holds no key")
-    return lines
-
-
-MAX_STATE_BYTES = 4 * GIB

@@ -17,15 +17,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from common.config_types import Problem, RootSection
+from common.config_render import toml_value, unit_of
+from common.config_types import Problem, RootSection, Unit
 from common.errors import ConfigError
 
 R = TypeVar("R", bound=RootSection)
 Loc = tuple[int | str, ...]
 
 _HEADER = re.compile(r"\s*\[(\[)?\s*([^\[\]]+?)\s*\]\]?\s*(?:#.*)?$")
+_PLAIN_WORDS = {
+    "model_type": "must be a table of keys",
+    "tuple_type": "must be an array",
+    "missing": "is required",
+}
 _KEY = re.compile(r"\s*((?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*'))*)\s*=")
 
 
@@ -97,27 +104,38 @@ def _shorten(loc: Loc, data: Any) -> Loc:
 
 def _message(detail: ErrorDetails, loc: Loc, root: type[BaseModel]) -> str:
     """One problem as a sentence that ends with what was found."""
+    if not loc:
+        return detail["msg"]
     if detail["type"] == "extra_forbidden":
-        known = _known_keys(root, loc[:-1])
+        known = list(_fields(root, loc[:-1]))
         near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
         return f"unknown key; did you mean {near[0]!r}?" if near else f"unknown key; known here: {', '.join(known)}"
-    if detail["type"] == "missing":
-        return "is required"
-    text = detail["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)
-    text = text[:1].lower() + text[1:] if text.startswith("Should") else text
-    value = detail["input"]
-    if isinstance(value, str | int | float | bool) and repr(value) not in text:
-        return f"{text} (got {value!r})"
-    return text
+    field = _fields(root, loc[:-1]).get(str(loc[-1]))
+    value, text = detail["input"], _PLAIN_WORDS.get(detail["type"], "")
+    if detail["type"] == "string_pattern_mismatch" and field is not None:
+        text = f"has the wrong form: {field.description}"
+    elif not text:
+        text = detail["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)
+    unit = unit_of(field) if field is not None else None
+    if unit in (Unit.SIZE, Unit.DURATION) and isinstance(value, int | float):
+        limit = next(iter(detail.get("ctx", {}).values()), None)
+        if isinstance(limit, int | float):
+            text = re.sub(r"[0-9.]+$", toml_value(limit, unit), text)
+        shown = toml_value(value, unit)
+    else:
+        shown = repr(value)
+    if not isinstance(value, str | int | float | bool) or repr(value) in text:
+        return text
+    return f"{text} (got {shown})"
 
 
-def _known_keys(model: Any, loc: Iterable[int | str]) -> list[str]:
-    """The keys allowed at a path of models, through tuples and optional values."""
+def _fields(model: Any, loc: Iterable[int | str]) -> dict[str, FieldInfo]:
+    """The fields of the model at a path, through tuples and optional values; none when there is no model."""
     for part in loc:
         if isinstance(part, str):
             field = getattr(model, "model_fields", {}).get(part)
             model = _inner_model(field.annotation) if field is not None else None
-    return list(getattr(model, "model_fields", {}))
+    return dict(getattr(model, "model_fields", {}))
 
 
 def _inner_model(annotation: Any) -> Any:

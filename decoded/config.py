@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from common.config import MAX_STATE_BYTES, NAME, SharedConfig, check_bind, is_loopback, read_lines
+from common.config import MAX_STATE_BYTES, NAME, SharedConfig, check_bind, is_loopback, read_lines, unreadable
 from common.config_types import Array, Duration, FilePath, Problem, Section, Size, Threshold, key, required
-from common.errors import ConfigError
 from common.units import GIB, KIB, MIB
 
 
@@ -63,7 +62,7 @@ class HttpConfig(Section):
 class PeerConfig(Section):
     """A prefilld. Peers may join and leave by reload."""
 
-    name: str = required("What logs, metrics and answers call it.", pattern=NAME)
+    name: str = required("What logs, metrics and answers call it: letters, digits, '.', '_' and '-'.", pattern=NAME)
     address: Annotated[str, AfterValidator(_address)] = required('"host:port" of its [listen].')
 
     @property
@@ -178,7 +177,4 @@ class DecodeConfig(SharedConfig):
     def check_environment(self) -> Iterator[Problem]:
         yield from super().check_environment()
         if self.http.api_key_file is not None:
-            try:
-                read_lines(self.http.api_key_file)
-            except ConfigError as error:
-                yield Problem(("http.api_key_file",), str(error))
+            yield from unreadable("http.api_key_file", read_lines, self.http.api_key_file)

@@ -19,10 +19,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
                              formatter_class=raw)  # fmt: skip
     add.add_argument("source", metavar="SOURCE", help="a .gguf file, or a directory with config.json and safetensors")
     add.add_argument("dest", metavar="DEST", help="directory to make")
+    add.add_argument("--name", default="", help="model name shown to clients (default: the name of DEST)")
+    add.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the result as JSON")
 
 
 def _run(context: Context) -> int:
-    return run_child("common.engine.importer", [context.args.source, context.args.dest])
+    args = context.args
+    options = [*(["--name", args.name] if args.name else []), *(["--json"] if args.json else [])]
+    return run_child("common.engine.importer", [*options, "--", args.source, args.dest])
 
 
 VERB = Verb("model", "import a model", "Work on model directories, without a daemon.", _run, _arguments)

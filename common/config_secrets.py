@@ -1,0 +1,89 @@
+"""Secrets in files and the addresses that need them: the shared key, API keys, what counts as loopback.
+
+Knows no section; called by the configuration's checks and by the daemons when they need the secret itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from common.config_types import Problem
+from common.errors import ConfigError
+from common.units import MIB, exact_size
+
+MIN_KEY_BYTES = 32
+MIN_KEY_SYMBOLS = 8
+MAX_FILE_BYTES = 1 * MIB
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address that never leaves the machine; names other than localhost count as leaving it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_bind(path: str, host: str, secret: Path | None, secret_key: str) -> Iterator[Problem]:
+    """The rule of both daemons: an address that others can reach needs a secret."""
+    if not is_loopback(host) and secret is None:
+        message = f"{host!r} can be reached from other machines: set {secret_key}, or use 127.0.0.1"
+        yield Problem((path, secret_key), message)
+
+
+def unreadable(path: str, read: Callable[[Path], object], file: Path) -> Iterator[Problem]:
+    """The problem with a secret's file, if it has one."""
+    try:
+        read(file)
+    except ConfigError as error:
+        yield Problem((path,), str(error))
+
+
+def read_key(path: Path) -> bytes:
+    """The shared secret as 32 bytes for HMAC: SHA-256 of the file without trailing line ends.
+
+    Raises:
+        ConfigError: missing, open to others, or less than 32 bytes of secret.
+    """
+    secret = _read_secret(path).rstrip(b"\r\n")
+    if len(secret) < MIN_KEY_BYTES:
+        raise ConfigError(f"{path} holds {len(secret)} bytes of secret, at least {MIN_KEY_BYTES} are needed")
+    if len(set(secret)) < MIN_KEY_SYMBOLS:
+        raise ConfigError(f"{path} holds only {len(set(secret))} different bytes: that is no secret")
+    return hashlib.sha256(secret).digest()
+
+
+def read_lines(path: Path) -> tuple[str, ...]:
+    """The secrets of a file with one per line; empty lines and lines that begin with # are left out.
+
+    Raises:
+        ConfigError: missing, open to others, not text, or empty.
+    """
+    try:
+        text = _read_secret(path).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text") from error
+    lines = tuple(s for line in text.splitlines() if (s := line.strip()) and not s.startswith("#"))
+    if not lines:
+        raise ConfigError(f"{path} holds no key")
+    return lines
+
+
+def _read_secret(path: Path) -> bytes:
+    """A file that others may not read. Raises ConfigError."""
+    try:
+        facts = path.stat()
+        if not stat.S_ISREG(facts.st_mode):
+            raise ConfigError(f"{path} is not a regular file")
+        if facts.st_mode & stat.S_IRWXO:
+            mode = stat.S_IMODE(facts.st_mode)
+            raise ConfigError(f"{path} has mode {mode:04o}, which lets every user in: chmod o= {path}")
+        if facts.st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path} is larger than {exact_size(MAX_FILE_BYTES)}: not a key file")
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
