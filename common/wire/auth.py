@@ -1,0 +1,58 @@
+"""Proofs of the shared key and comparison of identities: pure functions over bytes. Keys and nonces are passed in.
+
+Used by connection.py alone; docs/protocol.md section 4 has the reasons.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+from common.errors import LayoutMismatch
+from common.wire.messages import HelloAck
+
+UNKEYED = bytes(32)
+_IDENTITY = ("weights", "config", "tokenizer", "layout", "block_tokens", "hash_scheme")
+
+
+def link_mac(key: bytes, role: str, session: bytes, link: int, client_hello: bytes, server_hello: bytes) -> bytes:
+    """The proof that the end with this role holds `key`, for exactly these two Hello frames."""
+    text = b"prfaas auth 1\0" + role.encode() + b"\0" + link.to_bytes(4, "big") + session
+    return hmac.digest(key, text + _sized(client_hello) + _sized(server_hello), hashlib.sha256)
+
+
+def session_key(key: bytes, session: bytes, client_hello: bytes, server_hello: bytes) -> bytes:
+    """The key of a session's data links, bound to its control link's Hellos."""
+    text = b"prfaas session 1\0" + session
+    return hmac.digest(key, text + _sized(client_hello) + _sized(server_hello), hashlib.sha256)
+
+
+def is_same_mac(a: bytes, b: bytes) -> bool:
+    """Compare in constant time."""
+    return hmac.compare_digest(a, b)
+
+
+def check_identity(ours: HelloAck, theirs: HelloAck, *, require_same_numerics: bool) -> None:
+    """Refuse a peer with another model.
+
+    Raises:
+        LayoutMismatch: names every field that differs, ours and theirs.
+    """
+    wrong = [
+        f"{name}: ours {getattr(ours, name)!r}, theirs {getattr(theirs, name)!r}"
+        for name in _IDENTITY
+        if getattr(ours, name) != getattr(theirs, name)
+    ]
+    if require_same_numerics:
+        names = sorted(ours.numerics.keys() | theirs.numerics.keys())
+        wrong += [
+            f"numerics.{n}: ours {ours.numerics.get(n)!r}, theirs {theirs.numerics.get(n)!r}"
+            for n in names
+            if ours.numerics.get(n) != theirs.numerics.get(n)
+        ]
+    if wrong:
+        raise LayoutMismatch("the two ends do not serve the same model: " + "; ".join(wrong))
+
+
+def _sized(data: bytes) -> bytes:
+    return len(data).to_bytes(2, "big") + data

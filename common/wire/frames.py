@@ -1,0 +1,124 @@
+"""The frame: a fixed 16-byte header, a msgpack header, a raw payload.
+
+ 0        2         3      4       6            8            12               16
+ | "PF"   | version | type | flags | header len | stream id  | payload length | header | payload
+
+Knows frame types and lengths, not what messages mean. Used by messages.py and connection.py; see docs/protocol.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+from common.errors import BadMagic, BadMessage, UnknownFrame, VersionMismatch
+
+MAGIC = b"PF"
+VERSION = 1
+FRAME_BYTES = 16
+MAX_HEADER_BYTES = 16384
+MAX_EARLY_HEADER_BYTES = 512
+MIN_PIECE_BYTES = 4096
+_FRAME = struct.Struct(">2sBBHHII")
+
+
+class FrameType(IntEnum):
+    """Numbers on the wire; 32 and 33 are reserved for CacheEvent and Push."""
+
+    HELLO = 1
+    AUTH = 2
+    HELLO_ACK = 3
+    PING = 4
+    PONG = 5
+    ERROR = 6
+    DRAIN = 7
+    STATUS = 8
+    PREFILL = 16
+    ACCEPTED = 17
+    REFUSED = 18
+    STARTED = 19
+    PROGRESS = 20
+    PIECE = 21
+    COMPLETE = 22
+    ACK = 23
+    CREDIT = 24
+    CANCEL = 25
+    RESUME = 26
+    RESUMED = 27
+
+
+class FrameHead(NamedTuple):
+    """The fixed header of one frame."""
+
+    type: FrameType
+    stream_id: int
+    header_bytes: int
+    payload_bytes: int
+
+
+def pack_head(head: FrameHead) -> bytes:
+    """The 16 bytes of a frame's fixed header."""
+    return _FRAME.pack(MAGIC, VERSION, head.type, 0, head.header_bytes, head.stream_id, head.payload_bytes)
+
+
+def parse_head(data: bytes | bytearray | memoryview) -> FrameHead:
+    """Read the first 16 bytes of a frame.
+
+    Raises:
+        BadMagic, VersionMismatch, UnknownFrame, BadMessage: these bytes do not begin a frame of version 1.
+    """
+    magic, version, number, flags, header_bytes, stream_id, payload_bytes = _FRAME.unpack_from(data)
+    if magic != MAGIC:
+        raise BadMagic(f"the peer's bytes {bytes(magic).hex()} are not the start of a frame ({MAGIC.hex()})")
+    if version != VERSION:
+        raise VersionMismatch(f"the peer speaks protocol version {version}, this end version {VERSION}")
+    try:
+        kind = FrameType(number)
+    except ValueError:
+        raise UnknownFrame(f"frame type {number} is not known in version {VERSION}") from None
+    if flags:
+        raise BadMessage(f"{kind.name}: flags are {flags}, must be 0")
+    return FrameHead(kind, stream_id, header_bytes, payload_bytes)
+
+
+class Target:
+    """Where one payload goes: writable views filled one after another. After `discard()` the rest goes nowhere.
+
+    `context` is the owner's business (which piece of which segment this is).
+    """
+
+    __slots__ = ("_at", "_index", "_views", "context", "num_bytes", "num_left")
+
+    def __init__(self, views: list[memoryview], num_bytes: int, context: object = None) -> None:
+        self._views: list[memoryview] | None = views
+        self._index = self._at = 0
+        self.num_bytes = self.num_left = num_bytes
+        self.context = context
+
+    @property
+    def is_discarded(self) -> bool:
+        """True when the bytes are thrown away."""
+        return self._views is None
+
+    def discard(self) -> None:
+        """Write no further byte to the views."""
+        self._views = None
+
+    def get_buffer(self) -> memoryview:
+        """Where the next bytes go; idempotent. Only called while `num_left` > 0."""
+        if self._views is None:
+            return NOWHERE[: self.num_left]
+        while len(self._views[self._index]) == self._at:
+            self._index, self._at = self._index + 1, 0
+        view = self._views[self._index]
+        return view[self._at : self._at + self.num_left]
+
+    def advance(self, num_bytes: int) -> None:
+        """`num_bytes` were written to the start of get_buffer()."""
+        self._at += num_bytes
+        self.num_left -= num_bytes
+
+
+NOWHERE = memoryview(bytearray(1 << 16))
+"""Shared by all discarding targets of the process; nobody reads it."""
