@@ -10,8 +10,10 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from common.backend import Backend, BackendStats, ModelInfo
+from common.daemon import version
 from common.errors import InvalidRequest, Overloaded
 from common.net.pool import PeerClient
 from common.policy.admission import AdmissionController
@@ -19,6 +21,7 @@ from common.policy.fallback import FallbackBudget
 from common.policy.routing import Mode, RouteDecision, decide
 from common.policy.views import Demand, PeerView, RequestView
 from common.request import Request
+from common.wire.frames import VERSION
 from decoded.active import ActiveRequest
 from decoded.metrics import DecodeMetrics
 
@@ -112,6 +115,11 @@ class Dispatcher:
         if not self.active:
             self._idle.set()
 
+    def start_admitted(self) -> None:
+        """Let those run who fit now (after the limits were raised)."""
+        for request_id in self.admission.pump():
+            self.active[request_id].admit()
+
     async def wait_idle(self) -> None:
         """Until no request is in flight."""
         await self._idle.wait()
@@ -154,6 +162,25 @@ class Dispatcher:
         if not any(p.state == "ready" for p in self.peers()):
             return True, "degraded: no prefill peer is usable"
         return True, "ready"
+
+    def is_healthy(self) -> bool:
+        """Whether systemd's watchdog should be fed: the engine lives and nothing is stuck."""
+        stats = self.backend.stats()
+        return stats.is_alive and self._stalled_for(stats) <= self.settings.stall_s
+
+    def version(self) -> dict[str, Any]:
+        """What /version and `decodectl version` answer."""
+        return {"daemon": "decoded", "version": version(), "model": self.info.name, "protocol": VERSION}
+
+    def update_gauges(self) -> None:
+        """Bring the gauges up to date; called twice a second and cheap."""
+        m, admission = self.metrics, self.admission
+        m.running.set(len(admission.running))
+        m.queued.set(len(admission.queue))
+        m.queued_tokens.set(admission.num_queued_tokens)
+        m.threshold.set(self.settings.threshold_tokens)
+        for kind, num_bytes in self.backend.stats().state_bytes.items():
+            m.state_bytes.labels(kind).set(num_bytes)
 
     def _stalled_for(self, stats: BackendStats) -> float:
         if not self.active:

@@ -42,7 +42,22 @@ class StreamRecord:
     arrived_at: float = 0.0
     started_at: float = 0.0
     ended_at: float = 0.0
-    outcome: str = ""
+
+    @property
+    def is_sending(self) -> bool:
+        """Everything is computed; the links have the rest."""
+        return self.stage == "sending"
+
+    def facts(self, now: float) -> dict[str, object]:
+        """For people and programs."""
+        return {
+            "request_id": self.request_id,
+            "peer": self.peer,
+            "stage": self.stage,
+            "num_tokens": self.num_tokens,
+            "num_computed_tokens": self.num_computed_tokens,
+            "age_s": round(now - self.arrived_at, 3),
+        }
 
 
 class StreamHandler:
@@ -87,6 +102,11 @@ class StreamHandler:
             self.metrics.prefills.labels(outcome).inc()
             self._release(record)
             log.info("prefill %s", outcome, extra=_extra(record))
+
+    def start_admitted(self) -> None:
+        """Let those run who fit now (after the limits were raised)."""
+        for key in self.admission.pump():
+            self._admitted[key].set()
 
     async def wait_idle(self) -> None:
         """Until no stream is in flight and everything sent was acknowledged."""

@@ -1,0 +1,103 @@
+"""From configuration to objects both daemons need: the backend, our end of a session, link options, the trace.
+
+The only place that knows both the configuration's names and the constructors' arguments. torch is imported by the
+engine's factory, on the engine's thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from common.backend import ModelInfo
+from common.config import SharedConfig, read_key
+from common.errors import StartupError
+from common.fake import FakeExecutor, FakeOptions
+from common.local_backend import LocalBackend
+from common.net.options import LinkOptions, LocalEnd, Role
+from common.sched.executor import Executor
+from common.trace import TraceWriter
+from common.worker import WorkerOptions
+
+
+def make_backend(config: SharedConfig, *, max_batch: int = 16, token_budget: int = 0) -> LocalBackend:
+    """The engine that the configuration names, not started yet."""
+    engine = config.engine
+    options = WorkerOptions(
+        chunk_tokens=engine.num_chunk_tokens,
+        token_budget=token_budget,
+        max_batch=max_batch,
+        segment_bytes=engine.segment_bytes,
+        cpus=tuple(engine.cpus),
+    )
+    return LocalBackend(lambda: _make_executor(config), options)
+
+
+def fake_options(config: SharedConfig) -> FakeOptions:
+    """Speeds and sizes of the fake engine."""
+    fake, engine = config.fake, config.engine
+    return FakeOptions(
+        prefill_tokens_per_s=fake.prefill_tokens_per_s,
+        decode_tokens_per_s=fake.decode_tokens_per_s,
+        num_layers=fake.num_layers - fake.window_layers,
+        num_heads=fake.num_heads,
+        head_dim=fake.head_dim,
+        window_layers=fake.window_layers,
+        window=fake.window,
+        kv_dtype=engine.state_dtype,
+        vocab_size=fake.vocab_size,
+        max_context=fake.max_context,
+        room=engine.num_chunk_tokens,
+    )
+
+
+def _make_executor(config: SharedConfig) -> Executor:
+    if config.engine.backend == "fake":
+        return FakeExecutor(fake_options(config))
+    from common.engine.runner import RunnerOptions, load
+
+    engine = config.engine
+    if config.model.path is None:
+        raise StartupError('model.path is needed unless engine.backend is "fake"')
+    options = RunnerOptions(
+        device=engine.device,
+        dtype=engine.dtype,
+        kv_dtype=engine.state_dtype,
+        threads=engine.num_threads,
+        room=engine.num_chunk_tokens,
+    )
+    return load(config.model.path, options)
+
+
+def local_end(config: SharedConfig, role: Role, info: ModelInfo, *, require_same_numerics: bool = False) -> LocalEnd:
+    """Our side of every session; the instance id is new at every start. Raises ConfigError for an unreadable key."""
+    key_file = config.security.key_file
+    return LocalEnd(
+        role=role,
+        name=config.node.name,
+        instance_id=secrets.token_hex(8),
+        info=info,
+        key=read_key(key_file) if key_file is not None else None,
+        require_same_numerics=require_same_numerics,
+        numerics=dict(info.numerics),
+    )
+
+
+def link_options(config: SharedConfig) -> LinkOptions:
+    """How sessions behave."""
+    links, stream = config.links, config.stream
+    return LinkOptions(
+        data_links=links.data_links,
+        heartbeat_s=links.heartbeat,
+        lease_s=stream.lease,
+        piece_bytes=links.piece_bytes,
+        credit_bytes=stream.credit_bytes,
+        connect_timeout_s=links.connect_timeout,
+        codec=stream.codec,
+        reconnect_min_s=links.reconnect_min,
+        reconnect_max_s=links.reconnect_max,
+    )
+
+
+def make_trace(config: SharedConfig) -> TraceWriter | None:
+    """The trace that `log.trace_file` asks for."""
+    return TraceWriter(config.log.trace_file) if config.log.trace_file is not None else None

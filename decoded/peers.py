@@ -1,0 +1,71 @@
+"""The set of configured peers: one PeerClient each; peers join and leave by reload."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from common.net.options import LocalEnd
+from common.net.pool import PeerClient
+from common.trace import TraceWriter
+from common.wiring import link_options
+from decoded.config import DecodeConfig, PeerConfig
+from decoded.metrics import DecodeMetrics
+
+log = logging.getLogger(__name__)
+
+
+class PeerSet:
+    """Keeps a client per configured peer, in the order of the configuration."""
+
+    def __init__(self, end: LocalEnd, config: DecodeConfig, metrics: DecodeMetrics, trace: TraceWriter | None) -> None:
+        self._end, self._options = end, link_options(config)
+        self._metrics, self._trace = metrics, trace
+        self._clients: dict[PeerConfig, PeerClient] = {}
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def clients(self) -> list[PeerClient]:
+        """All of them, usable or not."""
+        return list(self._clients.values())
+
+    async def update(self, peers: Sequence[PeerConfig]) -> None:
+        """Connect to those that are new and leave those that are gone (their requests find another way)."""
+        leaving = [self._clients.pop(p) for p in list(self._clients) if p not in peers]
+        for client in leaving:
+            log.info("peer left the configuration", extra={"peer": client.name})
+            await client.close()
+            self._metrics.peer_ready.remove(client.name)
+        for peer in peers:
+            if peer not in self._clients:
+                self._clients[peer] = await self._join(peer)
+
+    async def wait_warm(self, timeout_s: float) -> None:
+        """Until every peer is ready or cannot become so soon, at most `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while any(c.state == "connecting" for c in self.clients()):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    async def close(self) -> None:
+        """Leave all."""
+        await self.update(())
+
+    async def _join(self, peer: PeerConfig) -> PeerClient:
+        client = PeerClient(peer.name, peer.host, peer.port, local=self._end, options=self._options, trace=self._trace)
+        client.on_state = self._on_state
+        self._metrics.peer_ready.labels(peer.name).set(0)
+        await client.start()
+        return client
+
+    def _on_state(self, client: PeerClient) -> None:
+        self._metrics.peer_ready.labels(client.name).set(client.state == "ready")
+        level = logging.INFO if client.state == "ready" else logging.WARNING
+        log.log(level, "peer is %s", client.state, extra={"peer": client.name, "why": client.reason})
+        self._changed.set()

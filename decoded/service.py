@@ -1,0 +1,203 @@
+"""decoded's wiring: engine, peers, HTTP, control verbs; start, drain, reload, stop. Decides nothing itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from aiohttp import web
+
+from common.config import read_lines
+from common.daemon import FakePeer, Handler, version
+from common.errors import ConfigError, EngineDead, PdError, StartupError
+from common.metrics import Metrics
+from common.net.options import LocalEnd
+from common.policy.admission import AdmissionController, AdmissionLimits
+from common.policy.fallback import FallbackBudget
+from common.wiring import local_end, make_backend, make_trace
+from decoded import verbs
+from decoded.api.app import make_app, make_runner
+from decoded.api.contract import ApiSettings
+from decoded.config import DecodeConfig
+from decoded.dispatch import Dispatcher, DispatchSettings
+from decoded.fakepeer import FakePrefilld
+from decoded.metrics import DecodeMetrics
+from decoded.peers import PeerSet
+from decoded.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+_RELOADABLE = ("peers", "routing", "fallback", "admission", "health", "log", "drain")
+_WARM_UP_S = 5.0
+
+
+class DecodeService:
+    """One decoded process."""
+
+    on_fatal: Callable[[PdError], None]
+
+    def __init__(self, config: DecodeConfig, fake_peer: FakePeer | None = None) -> None:
+        self.config, self._fake_peer = config, fake_peer
+        self.metrics = Metrics("decoded", version())
+        self.decode_metrics = DecodeMetrics(self.metrics.registry)
+        self.trace = make_trace(config)
+        self.backend = make_backend(config, max_batch=config.batch.max_batch, token_budget=config.batch.token_budget)
+        self.started_at = time.monotonic()
+        self.tokenizer: Tokenizer
+        self.peers: PeerSet
+        self.dispatcher: Dispatcher
+        self._fake: FakePrefilld | None = None
+        self._runner: web.AppRunner | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Load the model, connect the peers, then serve. Raises StartupError."""
+        config = self.config
+        await self.backend.start()
+        self.tokenizer = await asyncio.to_thread(_load_tokenizer, config)
+        policy = config.peer_policy.require_same_numerics
+        end = local_end(config, "decode", self.backend.info, require_same_numerics=policy)
+        self.peers = PeerSet(end, config, self.decode_metrics, self.trace)
+        self.dispatcher = self._make_dispatcher()
+        await self._start_peers(end)
+        await self._start_http()
+        self._watch = asyncio.create_task(self._watch_engine())
+        log.info("serving", extra={"model": self.backend.info.name, "num_peers": len(self.peers)})
+
+    async def drain(self, timeout: float) -> None:
+        """Shed new requests, finish those in flight."""
+        self.set_draining(True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self.dispatcher.wait_idle()
+
+    async def stop(self) -> None:
+        """Cancel what is in flight and release everything."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if hasattr(self, "peers"):
+            await self.peers.close()
+        if self._fake is not None:
+            await self._fake.close()
+        await self.backend.close()
+        if self.trace is not None:
+            self.trace.close()
+
+    async def reload(self, config: DecodeConfig) -> list[str]:
+        """Take over what may change while running. Raises ConfigError naming what may not."""
+        changed = [k for k in type(config).model_fields if getattr(config, k) != getattr(self.config, k)]
+        fixed = [k for k in changed if k not in _RELOADABLE]
+        if fixed:
+            raise ConfigError([f"{k}: needs a restart to change" for k in fixed])
+        self.config = config
+        self.dispatcher.admission.limits = _limits(config)
+        self.dispatcher.fallback.set_rate(config.fallback.local_prefill_tokens_per_s, config.fallback.burst_tokens)
+        self.dispatcher.settings = _settings(config)
+        self.dispatcher.start_admitted()
+        if self._fake is None:
+            await self.peers.update(config.peers)
+        return changed
+
+    def is_healthy(self) -> bool:
+        """False when the engine is dead, or work waits and makes no progress."""
+        return self.dispatcher.is_healthy()
+
+    def control_handlers(self) -> dict[str, Handler]:
+        """Verbs of decodectl."""
+        return verbs.handlers(self)
+
+    def set_draining(self, is_draining: bool) -> None:
+        """Shed new requests from now on, or take them again."""
+        self.dispatcher.is_draining = is_draining
+        self.decode_metrics.draining.set(is_draining)
+        log.info("draining" if is_draining else "taking work", extra={"num_active": len(self.dispatcher.active)})
+
+    def set_threshold(self, num_tokens: float) -> None:
+        """Until the next reload or restart."""
+        self.dispatcher.settings.threshold_tokens = num_tokens
+        text = "inf" if math.isinf(num_tokens) else f"{num_tokens:g}"
+        log.info("threshold set", extra={"threshold_tokens": text})
+
+    def _make_dispatcher(self) -> Dispatcher:
+        config = self.config
+        fallback = FallbackBudget(config.fallback.local_prefill_tokens_per_s, config.fallback.burst_tokens)
+        return Dispatcher(
+            self.backend,
+            self.peers.clients,
+            admission=AdmissionController(_limits(config)),
+            fallback=fallback,
+            settings=_settings(config),
+            metrics=self.decode_metrics,
+        )
+
+    async def _start_peers(self, end: LocalEnd) -> None:
+        """READY means that links to live peers are warm; a peer that is away must not hold the start up for long."""
+        peers = self.config.peers
+        if self._fake_peer is not None:
+            self._fake = FakePrefilld(self.config, end, self._fake_peer)
+            peers = (await self._fake.start(),)
+        await self.peers.update(peers)
+        await self.peers.wait_warm(_WARM_UP_S)
+        for client in self.peers.clients():
+            if client.state != "ready":
+                log.warning("degraded: peer is not usable", extra={"peer": client.name, "why": client.reason})
+        if not peers:
+            log.warning("degraded: no prefill peer is configured, every prompt is prefilled here")
+
+    async def _start_http(self) -> None:
+        http = self.config.http
+        settings = ApiSettings(
+            default_max_tokens=http.default_max_tokens,
+            max_body_bytes=http.max_body_bytes,
+            sse_comment_s=http.sse_comment,
+            allow_route_override=http.allow_route_override,
+            api_keys=read_lines(http.api_key_file) if http.api_key_file is not None else (),
+        )
+        app = make_app(self.dispatcher, self.tokenizer, settings, self.metrics.registry)
+        self._runner = make_runner(app)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, http.host, http.port).start()
+        except OSError as e:
+            raise StartupError(f"cannot bind {http.host}:{http.port} (http.port): {e.strerror or e}") from e
+
+    async def _watch_engine(self) -> None:
+        """A dead engine ends the process; systemd starts a new one. Also keeps gauges fresh and the trace on disk."""
+        while self.backend.stats().is_alive:
+            self.dispatcher.update_gauges()
+            if self.trace is not None:
+                self.trace.flush()
+            await asyncio.sleep(0.5)
+        self.on_fatal(EngineDead("the engine died"))
+
+
+def _load_tokenizer(config: DecodeConfig) -> Tokenizer:
+    if config.model.path is not None:
+        return Tokenizer.load(config.model.path)
+    return Tokenizer.bytes_only()
+
+
+def _limits(config: DecodeConfig) -> AdmissionLimits:
+    admission = config.admission
+    return AdmissionLimits(
+        admission.max_running_requests,
+        admission.max_queued_requests,
+        admission.max_queued_tokens,
+        admission.max_state_bytes,
+        retry_after_s=admission.retry_after,
+    )
+
+
+def _settings(config: DecodeConfig) -> DispatchSettings:
+    return DispatchSettings(
+        mode=config.routing.mode,
+        threshold_tokens=float(config.routing.threshold_tokens),
+        max_attempts=config.fallback.attempts,
+        progress_timeout_s=config.stream.progress_timeout,
+        stall_s=config.health.stall,
+    )

@@ -1,0 +1,137 @@
+"""decodectl's verbs, answered from the live objects of the service."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from common.daemon import Handler, version
+from common.errors import ControlError
+from decoded.active import ActiveRequest
+
+if TYPE_CHECKING:
+    from decoded.service import DecodeService
+
+
+def handlers(service: DecodeService) -> dict[str, Handler]:
+    """Verb -> coroutine of params."""
+
+    async def status(_: dict[str, Any]) -> Any:
+        return status_facts(service)
+
+    async def peers(_: dict[str, Any]) -> Any:
+        return [{"name": c.name, "state": c.state, "reason": c.reason, **c.status()} for c in service.peers.clients()]
+
+    async def requests(_: dict[str, Any]) -> Any:
+        now = asyncio.get_running_loop().time()
+        return [request_facts(a, now) for a in service.dispatcher.active.values()]
+
+    async def version_facts(_: dict[str, Any]) -> Any:
+        return service.dispatcher.version()
+
+    async def drain(_: dict[str, Any]) -> Any:
+        service.set_draining(True)
+        return status_facts(service)
+
+    async def resume(_: dict[str, Any]) -> Any:
+        service.set_draining(False)
+        return status_facts(service)
+
+    async def threshold(params: dict[str, Any]) -> Any:
+        if (value := params.get("value")) is not None:
+            service.set_threshold(parse_threshold(value))
+        return {"threshold_tokens": number(service.dispatcher.settings.threshold_tokens)}
+
+    async def explain(params: dict[str, Any]) -> Any:
+        return explain_facts(service, str(params.get("request_id", "")))
+
+    return {
+        "status": status,
+        "peers": peers,
+        "requests": requests,
+        "version": version_facts,
+        "drain": drain,
+        "resume": resume,
+        "threshold": threshold,
+        "explain": explain,
+    }
+
+
+def number(value: float) -> float | int | str:
+    """JSON has no infinity."""
+    return "inf" if math.isinf(value) else int(value) if value == int(value) else value
+
+
+def parse_threshold(value: object) -> float:
+    """A token count >= 0 or "inf". Raises ControlError."""
+    try:
+        parsed = float(str(value))
+    except ValueError:
+        parsed = math.nan
+    if not parsed >= 0 or (not math.isinf(parsed) and parsed != int(parsed)):
+        raise ControlError(f"threshold {value!r} is not a token count of 0 or more, or inf")
+    return parsed
+
+
+def status_facts(service: DecodeService) -> dict[str, Any]:
+    """What `decodectl status` shows."""
+    dispatcher, stats, info = service.dispatcher, service.backend.stats(), service.backend.info
+    is_ready, why = dispatcher.readiness()
+    state = "ready"
+    if dispatcher.is_draining:
+        state = "draining" if dispatcher.active else "drained"
+    return {
+        "daemon": "decoded",
+        "node": service.config.node.name,
+        "version": version(),
+        "state": state,
+        "is_ready": is_ready,
+        "why": why,
+        "uptime_s": round(time.monotonic() - service.started_at, 3),
+        "model": {"name": info.name, "weights": info.weights_digest[:16], **info.numerics},
+        "routing": {
+            "mode": dispatcher.settings.mode,
+            "threshold_tokens": number(dispatcher.settings.threshold_tokens),
+        },
+        "num_peers_ready": sum(c.state == "ready" for c in service.peers.clients()),
+        "num_peers": len(service.peers),
+        "num_running": len(dispatcher.admission.running),
+        "num_queued": len(dispatcher.admission.queue),
+        "num_queued_tokens": dispatcher.admission.num_queued_tokens,
+        "admitted_state_bytes": dispatcher.admission.state_bytes,
+        "state_bytes": dict(stats.state_bytes),
+        "num_output_tokens": stats.num_output_tokens,
+    }
+
+
+def request_facts(active: ActiveRequest, now: float) -> dict[str, Any]:
+    """One line of `decodectl requests`."""
+    report = active.report
+    return {
+        "request_id": report.request_id,
+        "stage": active.stage,
+        "route": report.route,
+        "peer": report.peer,
+        "num_prompt_tokens": report.num_prompt_tokens,
+        "num_output_tokens": active.num_output_tokens,
+        "age_s": round(now - active.arrived_at, 3),
+    }
+
+
+def explain_facts(service: DecodeService, request_id: str) -> dict[str, Any]:
+    """Why a request went where it went and what came of it. Raises ControlError for an unknown id."""
+    dispatcher = service.dispatcher
+    active = dispatcher.active.get(request_id) or dispatcher.records.get(request_id)
+    if active is None:
+        raise ControlError(
+            f"request {request_id!r} is unknown; the last {len(dispatcher.records)} finished requests are kept"
+        )
+    return {
+        "stage": active.stage,
+        "decisions": active.decisions,
+        "report": dataclasses.asdict(active.report),
+        "num_output_tokens": active.num_output_tokens,
+    }

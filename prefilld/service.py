@@ -1,0 +1,219 @@
+"""prefilld's wiring: engine, listener, HTTP, control verbs; start, drain, reload, stop. Decides nothing itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from common.daemon import FakePeer, Handler, version
+from common.errors import ConfigError, EngineDead, PdError
+from common.metrics import Metrics
+from common.net.server import PrefillServer
+from common.policy.admission import AdmissionController, AdmissionLimits
+from common.wiring import link_options, local_end, make_backend, make_trace
+from prefilld.config import PrefillConfig
+from prefilld.fakepeer import FakeDecoded
+from prefilld.http import make_app, start_site
+from prefilld.metrics import PrefillMetrics
+from prefilld.stream import StreamHandler
+
+log = logging.getLogger(__name__)
+_STALL_S = 60.0
+_RELOADABLE = ("limits", "log", "drain")
+
+
+class PrefillService:
+    """One prefilld process."""
+
+    on_fatal: Callable[[PdError], None]
+
+    def __init__(self, config: PrefillConfig, fake_peer: FakePeer | None = None) -> None:
+        self.config, self._fake_peer = config, fake_peer
+        self._metrics = Metrics("prefilld", version())
+        self._prefill_metrics = PrefillMetrics(self._metrics.registry)
+        self._trace = make_trace(config)
+        self._backend = make_backend(config)
+        self._admission = AdmissionController(_limits(config))
+        self._handler = StreamHandler(
+            self._backend,
+            self._admission,
+            self._prefill_metrics,
+            max_staged_bytes=config.stream.max_staged_bytes,
+            max_prompt_tokens=config.limits.max_prompt_tokens,
+        )
+        self._server: PrefillServer | None = None
+        self._runner: web.AppRunner | None = None
+        self._fake: FakeDecoded | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._started_at = time.monotonic()
+
+    async def start(self) -> None:
+        """Load the model, then listen. Raises StartupError."""
+        config = self.config
+        await self._backend.start()
+        end = local_end(config, "prefill", self._backend.info)
+        self._server = PrefillServer(end, link_options(config), self._handler, load=self._load, trace=self._trace)
+        await self._server.start(config.listen.host, config.listen.port)
+        app = make_app(readiness=self._readiness, metrics=self._render_metrics, facts=self._fact)
+        self._runner, port = await start_site(app, config.http.host, config.http.port, "http.port")
+        self._watch = asyncio.create_task(self._watch_engine())
+        if self._fake_peer is not None:
+            self._fake = FakeDecoded(config, self._backend.info, self._server.port, self._fake_peer)
+            await self._fake.start()
+        log.info("serving", extra={"model": self._backend.info.name, "port": self._server.port, "http_port": port})
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse new work, tell the peers, wait until everything computed was delivered."""
+        self._set_draining(True)
+        if self._fake is not None:
+            await self._fake.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._handler.wait_idle()
+
+    async def stop(self) -> None:
+        """Cancel what is in flight and release everything."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._fake is not None:
+            await self._fake.close()
+        if self._server is not None:
+            await self._server.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        await self._backend.close()
+        if self._trace is not None:
+            self._trace.close()
+
+    async def reload(self, config: PrefillConfig) -> list[str]:
+        """Take over what may change while running. Raises ConfigError naming what may not."""
+        changed = [k for k in type(config).model_fields if getattr(config, k) != getattr(self.config, k)]
+        fixed = [k for k in changed if k not in _RELOADABLE]
+        if fixed:
+            raise ConfigError([f"{k}: needs a restart to change" for k in fixed])
+        self.config = config
+        self._admission.limits = _limits(config)
+        self._handler.max_prompt_tokens = config.limits.max_prompt_tokens
+        self._handler.start_admitted()
+        return changed
+
+    def is_healthy(self) -> bool:
+        """False when the engine is dead, or has work and makes no progress."""
+        stats = self._backend.stats()
+        if not stats.is_alive:
+            return False
+        is_busy = any(not r.is_sending for r in self._handler.active.values())
+        return not is_busy or time.monotonic() - stats.last_progress_at < _STALL_S
+
+    def control_handlers(self) -> dict[str, Handler]:
+        """Verbs of prefillctl."""
+
+        async def drain(_: dict[str, Any]) -> Any:
+            self._set_draining(True)
+            return self._status()
+
+        async def resume(_: dict[str, Any]) -> Any:
+            self._set_draining(False)
+            return self._status()
+
+        return {
+            "status": self._answer("status"),
+            "peers": self._answer("peers"),
+            "requests": self._answer("requests"),
+            "version": self._answer("version"),
+            "drain": drain,
+            "resume": resume,
+        }
+
+    def _answer(self, verb: str) -> Handler:
+        async def answer(_: dict[str, Any]) -> Any:
+            return self._fact(verb)
+
+        return answer
+
+    def _fact(self, verb: str) -> Any:
+        if verb == "status":
+            return self._status()
+        if verb == "peers":
+            return self._server.sessions if self._server is not None else []
+        if verb == "requests":
+            return [r.facts(time.monotonic()) for r in self._handler.active.values()]
+        return {"daemon": "prefilld", "version": version(), "model": self._backend.info.name}
+
+    def _state(self) -> str:
+        if not self._handler.is_draining:
+            return "ready"
+        return "draining" if self._handler.active else "drained"
+
+    def _status(self) -> dict[str, Any]:
+        stats, info = self._backend.stats(), self._backend.info
+        return {
+            "daemon": "prefilld",
+            "node": self.config.node.name,
+            "version": version(),
+            "state": self._state(),
+            "is_healthy": self.is_healthy(),
+            "uptime_s": round(time.monotonic() - self._started_at, 3),
+            "model": {"name": info.name, "weights": info.weights_digest[:16], **info.numerics},
+            "num_peers": len(self._server.sessions) if self._server is not None else 0,
+            "num_running": len(self._admission.running),
+            "num_queued": len(self._admission.queue),
+            "num_queued_tokens": self._admission.num_queued_tokens,
+            "num_prompt_tokens": stats.num_prompt_tokens,
+            "state_bytes": dict(stats.state_bytes),
+        }
+
+    def _load(self) -> dict[str, float]:
+        """Facts for Status messages to the peers."""
+        tokens = sum(r.num_tokens - r.num_computed_tokens for r in self._handler.active.values())
+        return {
+            "num_running": len(self._admission.running),
+            "num_queued": len(self._admission.queue),
+            "num_queued_tokens": tokens,
+        }
+
+    def _set_draining(self, is_draining: bool) -> None:
+        self._handler.is_draining = is_draining
+        self._prefill_metrics.draining.set(is_draining)
+        if self._server is not None:
+            self._server.set_draining(is_draining)
+        log.info("draining" if is_draining else "taking work", extra={"num_active": len(self._handler.active)})
+
+    def _readiness(self) -> tuple[bool, str]:
+        if not self.is_healthy():
+            return False, "the engine is dead or makes no progress"
+        return (False, self._state()) if self._handler.is_draining else (True, "ready")
+
+    def _render_metrics(self) -> bytes:
+        m = self._prefill_metrics
+        m.running.set(len(self._admission.running))
+        m.queued.set(len(self._admission.queue))
+        m.queued_tokens.set(self._admission.num_queued_tokens)
+        for kind, num_bytes in self._backend.stats().state_bytes.items():
+            m.state_bytes.labels(kind).set(num_bytes)
+        return self._metrics.render()
+
+    async def _watch_engine(self) -> None:
+        """A dead engine ends the process; systemd starts a new one. Also keeps the trace on disk."""
+        while self._backend.stats().is_alive:
+            if self._trace is not None:
+                self._trace.flush()
+            await asyncio.sleep(0.5)
+        self.on_fatal(EngineDead("the engine died"))
+
+
+def _limits(config: PrefillConfig) -> AdmissionLimits:
+    limits = config.limits
+    return AdmissionLimits(
+        limits.max_running_requests,
+        limits.max_queued_requests,
+        limits.max_queued_tokens,
+        limits.max_state_bytes,
+        section="limits",
+    )
