@@ -1,0 +1,178 @@
+"""The HTTP application of decoded: routes, authentication, error answers, and the small read-only endpoints.
+
+Built by the daemon with make_app and served through make_runner. Knows nothing of peers, engines or configuration
+files: what it needs is in ApiSettings and behind the Dispatcher Protocol.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from common.errors import PdError
+from decoded.api.auth import KeyRing, read_request_id
+from decoded.api.bulk import Preparer
+from decoded.api.contract import ApiSettings, Dispatcher
+from decoded.api.errors import RequestRefused, error_body, error_headers, http_status
+from decoded.api.generate import Generator
+from decoded.api.shapes import dumps
+from decoded.tokenizer import Tokenizer
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+OPEN_PATHS = frozenset({"/livez", "/readyz"})
+_CLIENT_LEFT = 499
+
+
+def make_app(
+    dispatcher: Dispatcher, tokenizer: Tokenizer, settings: ApiSettings, registry: CollectorRegistry
+) -> web.Application:
+    """The application, ready for a runner. `registry` is what /metrics shows and where HTTP responses are counted."""
+    counter = Counter(
+        "prfaas_http_responses_total",
+        "HTTP responses by route and status code; 499 when the client left first. One per request.",
+        ["path", "status"],
+        registry=registry,
+    )
+    app = web.Application(
+        client_max_size=settings.max_body_bytes,
+        middlewares=[_count(counter), _answer_errors(settings), _identify(KeyRing(settings.api_keys))],
+    )
+    preparer = Preparer(tokenizer, settings)
+    app.on_cleanup.append(lambda _: preparer.close())
+    generator = Generator(dispatcher, tokenizer, settings, preparer)
+    pages = _Pages(dispatcher, registry)
+    app.router.add_post("/v1/completions", generator.completions)
+    app.router.add_post("/v1/chat/completions", generator.chat)
+    app.router.add_get("/v1/models", pages.models)
+    app.router.add_get("/v1/models/{model:.+}", pages.model)
+    app.router.add_get("/livez", pages.livez)
+    app.router.add_get("/readyz", pages.readyz)
+    app.router.add_get("/metrics", pages.metrics)
+    app.router.add_get("/version", pages.version)
+    return app
+
+
+def make_runner(app: web.Application, **options: Any) -> web.AppRunner:
+    """A runner for the application: a vanished client cancels its handler, requests are not logged line by line."""
+    return web.AppRunner(app, **{"handler_cancellation": True, "access_log": None, **options})
+
+
+class _Pages:
+    """The read-only endpoints."""
+
+    def __init__(self, dispatcher: Dispatcher, registry: CollectorRegistry) -> None:
+        self._dispatcher, self._registry = dispatcher, registry
+        self._created = int(time.time())
+
+    async def models(self, _: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        if name != self._dispatcher.info.name:
+            raise RequestRefused(f"The model {name[:200]!r} does not exist.", "model", "model_not_found", 404)
+        return _json(self._model())
+
+    async def livez(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz(self, _: web.Request) -> web.Response:
+        is_ready, reason = self._dispatcher.readiness()
+        body = {"ready": is_ready, "reason": reason}
+        return _json(body) if is_ready else _json(body, status=503, headers={"Retry-After": "1"})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def version(self, _: web.Request) -> web.Response:
+        return _json(self._dispatcher.version())
+
+    def _model(self) -> dict[str, Any]:
+        info = self._dispatcher.info
+        return {
+            "id": info.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "prfaas",
+            "max_model_len": info.max_context,
+        }
+
+
+def _count(counter: Counter) -> Any:
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        status = _CLIENT_LEFT
+        try:
+            response = await handler(request)
+            status = response.status
+            return response
+        except Exception:
+            status = 500
+            raise
+        finally:
+            counter.labels(_route(request), str(status)).inc()
+
+    return middleware
+
+
+def _answer_errors(settings: ApiSettings) -> Any:
+    """Every refusal and failure in OpenAI's JSON, with the request id."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            response = await handler(request)
+        except PdError as error:
+            response = _error(error)
+        except web.HTTPException as error:
+            response = _error(_from_aiohttp(error, request, settings), error.headers.get("Allow"))
+        request_id = request.get("request_id")
+        if request_id and not response.prepared:
+            response.headers["X-Request-Id"] = request_id
+        return response
+
+    return middleware
+
+
+def _identify(keys: KeyRing) -> Any:
+    """Deny by default: whatever is not an open path needs a key, unknown paths included."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path not in OPEN_PATHS:
+            request["tenant"] = keys.tenant(request.headers.get("Authorization"))
+            request["request_id"] = read_request_id(request.headers.get("X-Request-Id"))
+        return await handler(request)
+
+    return middleware
+
+
+def _from_aiohttp(error: web.HTTPException, request: web.Request, settings: ApiSettings) -> RequestRefused:
+    if error.status == 413:
+        message = f"The body is larger than {settings.max_body_bytes} bytes (http.max_body_bytes)."
+        return RequestRefused(message, None, "body_too_large", 413)
+    if error.status in (404, 405):
+        message = f"There is no {request.method} {request.path[:200]}."
+        return RequestRefused(message, None, "not_found" if error.status == 404 else "method_not_allowed", error.status)
+    return RequestRefused(error.reason or "The request cannot be served.", None, None, error.status)
+
+
+def _error(error: PdError, allow: str | None = None) -> web.Response:
+    headers = error_headers(error) | ({"Allow": allow} if allow else {})
+    return _json(error_body(error), status=http_status(error), headers=headers)
+
+
+def _json(data: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=dumps(data), status=status, headers=headers, content_type="application/json")
+
+
+def _route(request: web.Request) -> str:
+    """The route's pattern: paths that clients invent must not become time series."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else "other"

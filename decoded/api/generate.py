@@ -1,0 +1,172 @@
+"""The handler of both generating endpoints: body in, requests submitted, answer out whole or streamed.
+
+Measures nothing but the instant of arrival; the dispatcher stamps the rest. Called by app.py's routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from common.request import Request, Route
+from decoded.api.auth import read_request_id
+from decoded.api.bulk import Preparer
+from decoded.api.chat import ChatShape
+from decoded.api.completions import CompletionShape
+from decoded.api.contract import ActiveRequest, ApiSettings, Dispatcher
+from decoded.api.errors import RequestRefused
+from decoded.api.fanout import Fanout
+from decoded.api.prepare import Prepared
+from decoded.api.prompts import resolve_sampling
+from decoded.api.schema import Kind, Limits
+from decoded.api.shapes import Head, Shape, dumps, prfaas_object
+from decoded.api.stream import ClientWatch, EventStream
+from decoded.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the headers say about one HTTP request."""
+
+    request_id: str
+    arrived_at: float
+    tenant: str
+    forced_route: Route | None
+    wants_timing: bool
+
+
+class Generator:
+    """Serves /v1/completions and /v1/chat/completions."""
+
+    def __init__(self, dispatcher: Dispatcher, tokenizer: Tokenizer, settings: ApiSettings, preparer: Preparer) -> None:
+        self._dispatcher, self._tokenizer, self._preparer = dispatcher, tokenizer, preparer
+        self._settings = settings
+        self._in_flight: set[str] = set()
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions."""
+        return await self._serve(request, "completions")
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions."""
+        return await self._serve(request, "chat")
+
+    def limits(self) -> Limits:
+        """The model's and the operator's limits."""
+        info, settings = self._dispatcher.info, self._settings
+        return Limits(
+            model=info.name,
+            vocab_size=info.vocab_size,
+            max_context=info.max_context,
+            default_max_tokens=settings.default_max_tokens,
+            max_prompts=settings.max_prompts,
+        )
+
+    async def _serve(self, request: web.Request, kind: Kind) -> web.StreamResponse:
+        asked = self._read_headers(request)
+        limits = self.limits()
+        prepared = await self._preparer.prepare(kind, request, limits)
+        requests = self._requests(asked, prepared, limits)
+        ids = {r.request_id for r in requests}
+        self._in_flight |= ids
+        try:
+            active = self._submit(requests, asked.arrived_at)
+            async with Fanout(prepared, active, self._tokenizer) as fanout:
+                return await self._answer(request, asked, fanout)
+        finally:
+            self._in_flight -= ids
+
+    async def _answer(self, request: web.Request, asked: Asked, fanout: Fanout) -> web.StreamResponse:
+        params = fanout.prepared.params
+        head = Head(asked.request_id, int(time.time()), self._dispatcher.info.name, params.include_usage)
+        shape: Shape = (ChatShape if params.kind == "chat" else CompletionShape)(head, self._tokenizer)
+        if params.stream:
+            stream = EventStream(
+                request, fanout, shape, comment_s=self._settings.sse_comment_s, wants_timing=asked.wants_timing,
+                headers={"X-Request-Id": asked.request_id},
+            )  # fmt: skip
+            return await stream.run()
+        return await self._whole(request, asked, fanout, shape)
+
+    async def _whole(self, request: web.Request, asked: Asked, fanout: Fanout, shape: Shape) -> web.Response:
+        watch = ClientWatch(request, fanout)
+        try:
+            while not fanout.is_done:
+                await fanout.wait_changed()
+                if watch.is_gone:
+                    return web.Response(status=499)
+        finally:
+            watch.close()
+        fanout.raise_for_bug()
+        if fanout.error is not None:
+            raise fanout.error
+        reports = prfaas_object(fanout.reports, fanout.prepared.is_list) if asked.wants_timing else None
+        return web.Response(body=dumps(shape.whole(fanout, reports)), content_type="application/json")
+
+    def _read_headers(self, request: web.Request) -> Asked:
+        arrived_at = asyncio.get_running_loop().time()
+        return Asked(
+            request_id=request["request_id"],
+            arrived_at=arrived_at,
+            tenant=request["tenant"],
+            forced_route=self._forced_route(request.headers.get("X-Prfaas-Route")),
+            wants_timing=_switch("X-Prfaas-Timing", request.headers.get("X-Prfaas-Timing")),
+        )
+
+    def _forced_route(self, value: str | None) -> Route | None:
+        if value is None:
+            return None
+        if not self._settings.allow_route_override:
+            raise RequestRefused(
+                "X-Prfaas-Route is only accepted when the server is configured with http.allow_route_override = true.",
+                "X-Prfaas-Route",
+                "unsupported_parameter",
+            )
+        if value == "local":
+            return "local"
+        if value == "remote":
+            return "remote"
+        raise RequestRefused(
+            f"X-Prfaas-Route is {value[:80]!r}; it must be local or remote.", "X-Prfaas-Route", "invalid_value"
+        )
+
+    def _requests(self, asked: Asked, prepared: Prepared, limits: Limits) -> list[Request]:
+        params, base = prepared.params, asked.request_id
+        while base in self._in_flight or f"{base}-0" in self._in_flight:  # a client's id may repeat, ours must not
+            base = f"{asked.request_id}.{read_request_id(None)[:6]}"
+        many = len(prepared.prompts) > 1
+        return [
+            Request(
+                request_id=f"{base}-{number}" if many else base,
+                prompt_tokens=prompt.tokens,
+                sampling=resolve_sampling(params, len(prompt.tokens), limits),
+                num_choices=params.num_choices,
+                prompt_logprobs=params.logprobs if params.echo else None,
+                forced_route=asked.forced_route,
+                tenant=asked.tenant,
+            )
+            for number, prompt in enumerate(prepared.prompts)
+        ]
+
+    def _submit(self, requests: list[Request], arrived_at: float) -> list[ActiveRequest]:
+        """All or none: when one prompt of a list is refused, those before it are cancelled."""
+        active: list[ActiveRequest] = []
+        try:
+            for request in requests:
+                active.append(self._dispatcher.submit(request, arrived_at=arrived_at))
+        except BaseException:
+            for earlier in active:
+                earlier.cancel()
+            raise
+        return active
+
+
+def _switch(name: str, value: str | None) -> bool:
+    if value in (None, "", "0"):
+        return False
+    if value == "1":
+        return True
+    raise RequestRefused(f"{name} is {str(value)[:80]!r}; it must be 0 or 1.", name, "invalid_value")

@@ -1,0 +1,92 @@
+"""What completions and chat answers have in common: ids, usage, the timing object, and how a token is spelt.
+
+Pure. Used by completions.py and chat.py, which know their endpoint's JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from common.request import RequestReport
+from decoded.api.choices import Choice, Delta
+from decoded.api.fanout import Fanout
+
+_LOWEST_LOGPROB = -9999.0
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every object of one response carries. `created` is Unix time in whole seconds."""
+
+    request_id: str
+    created: int
+    model: str
+    has_usage_field: bool = False
+
+
+class Shape(Protocol):
+    """One endpoint's JSON."""
+
+    def opening(self, choice: Choice) -> bytes:
+        """The SSE event before a choice's first delta, b"" if there is none."""
+
+    def chunk(self, choice: Choice, delta: Delta, prfaas: Any = None) -> bytes:
+        """The SSE event of one delta."""
+
+    def tail(self, fanout: Fanout, prfaas: Any) -> bytes:
+        """The SSE event with the usage, after all deltas."""
+
+    def whole(self, fanout: Fanout, prfaas: Any) -> dict[str, Any]:
+        """The answer without streaming."""
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One SSE event."""
+    return b"data: " + dumps(data) + b"\n\n"
+
+
+def dumps(data: Any) -> bytes:
+    """Compact JSON in UTF-8."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def usage(fanout: Fanout) -> dict[str, Any]:
+    """Token counts summed over prompts and choices; a prompt counts once however many choices it has."""
+    num_prompt = sum(len(prompt.tokens) for prompt in fanout.prepared.prompts)
+    num_output = sum(choice.num_tokens for choice in fanout.choices)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": sum(report.num_cached_tokens for report in fanout.reports)},
+    }
+
+
+def prfaas_object(reports: Sequence[RequestReport], is_list: bool) -> dict[str, Any] | list[dict[str, Any]]:
+    """Route, bytes and timing parts per prompt; a list when the client sent a list of prompts."""
+    objects = [_report_object(report) for report in reports]
+    return objects if is_list else objects[0]
+
+
+def spell_logprob(value: float) -> float:
+    """A log probability as JSON can carry it: no token is less likely than -9999."""
+    return value if value > _LOWEST_LOGPROB else _LOWEST_LOGPROB  # NaN too
+
+
+def _report_object(report: RequestReport) -> dict[str, Any]:
+    return {
+        "request_id": report.request_id,
+        "route": report.route,
+        "peer": report.peer,
+        "reason": report.reason,
+        "prompt_tokens": report.num_prompt_tokens,
+        "cached_tokens": report.num_cached_tokens,
+        "uncached_tokens": report.uncached_tokens,
+        "wire_bytes": report.wire_bytes,
+        "raw_bytes": report.raw_bytes,
+        "codec": report.codec,
+        "timing": {name: round(value, 6) for name, value in asdict(report.timing).items()},
+    }

@@ -1,0 +1,140 @@
+"""Writes a request's answer as server-sent events while it is being generated.
+
+Headers leave with the first event, so a failure before that is still an ordinary HTTP error; after it, an error event
+ends the stream without [DONE]. A silent stream gets comments. Writing waits for the client; meanwhile deltas gather.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+
+from decoded.api.errors import error_body
+from decoded.api.fanout import Fanout
+from decoded.api.shapes import Shape, event, prfaas_object
+
+COMMENT = b": waiting\n\n"
+DONE = b"data: [DONE]\n\n"
+_WATCH_S = 0.25
+
+
+class ClientWatch:
+    """Wakes a fanout at intervals, so that its waiter can see a vanished client and long silences."""
+
+    def __init__(self, request: web.Request, fanout: Fanout, interval_s: float = _WATCH_S) -> None:
+        self._request, self._fanout, self._interval_s = request, fanout, interval_s
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(interval_s, self._wake)
+
+    @property
+    def is_gone(self) -> bool:
+        """True when the client closed the connection."""
+        transport = self._request.transport
+        return transport is None or transport.is_closing()
+
+    def close(self) -> None:
+        """Stop waking."""
+        self._timer.cancel()
+
+    def _wake(self) -> None:
+        self._fanout.changed.set()
+        self._timer = self._loop.call_later(self._interval_s, self._wake)
+
+
+class EventStream:
+    """One streamed answer."""
+
+    def __init__(
+        self,
+        request: web.Request,
+        fanout: Fanout,
+        shape: Shape,
+        *,
+        comment_s: float,
+        wants_timing: bool,
+        headers: dict[str, str],
+    ) -> None:
+        self._request, self._fanout, self._shape = request, fanout, shape
+        self._comment_s, self._wants_timing = comment_s, wants_timing
+        self._response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+                **headers,
+            }
+        )
+        self._loop = asyncio.get_running_loop()
+        self._written_at = self._loop.time()
+        self._opened: set[int] = set()
+        self._watch = ClientWatch(request, fanout, min(_WATCH_S, comment_s / 4))
+
+    async def run(self) -> web.StreamResponse:
+        """Stream until the end, an error or the client's leaving.
+
+        Raises:
+            PdError: generation failed before anything was written.
+        """
+        try:
+            while not await self._step():
+                pass
+        except ConnectionError:  # the client left while we wrote; leaving the fanout cancels its requests
+            return self._response
+        finally:
+            self._watch.close()
+        return self._response
+
+    async def _step(self) -> bool:
+        """Wait for news and write it; True at the end."""
+        fanout = self._fanout
+        await fanout.wait_changed()
+        if self._watch.is_gone:
+            return True
+        if fanout.error is not None:
+            if not self._response.prepared:
+                raise fanout.error
+            await self._write(event(error_body(fanout.error)))
+            return True
+        is_done = fanout.is_done
+        fanout.raise_for_bug()
+        payload = self._events(is_done)
+        if is_done:
+            payload += self._ending()
+        elif not payload and self._loop.time() - self._written_at >= self._comment_s:
+            payload = COMMENT
+        if payload:
+            await self._write(payload)
+        if is_done:
+            await self._response.write_eof()
+        return is_done
+
+    def _events(self, is_done: bool) -> bytes:
+        """Everything that is ready. The very last finish reason waits until all reports are complete."""
+        with_finish = is_done or not self._fanout.is_sampled
+        ready = [(c, d) for c in self._fanout.choices if (d := c.take(with_finish=with_finish)) is not None]
+        parts: list[bytes] = []
+        for number, (choice, delta) in enumerate(ready, start=1):
+            if choice.index not in self._opened:
+                self._opened.add(choice.index)
+                parts.append(self._shape.opening(choice))
+            is_last = is_done and number == len(ready)
+            parts.append(self._shape.chunk(choice, delta, self._prfaas() if is_last and not self._has_tail else None))
+        return b"".join(parts)
+
+    def _ending(self) -> bytes:
+        return (self._shape.tail(self._fanout, self._prfaas()) if self._has_tail else b"") + DONE
+
+    @property
+    def _has_tail(self) -> bool:
+        return self._fanout.prepared.params.include_usage
+
+    def _prfaas(self) -> Any:
+        return prfaas_object(self._fanout.reports, self._fanout.prepared.is_list) if self._wants_timing else None
+
+    async def _write(self, payload: bytes) -> None:
+        if not self._response.prepared:
+            await self._response.prepare(self._request)
+        await self._response.write(payload)
+        self._written_at = self._loop.time()
