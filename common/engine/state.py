@@ -1,0 +1,132 @@
+"""Slots of the torch engine: one sequence's state as token-major tensors, so that any run of rows is one memoryview.
+
+    full    [num_tokens, heads, dim]                       row i is token i
+    window  [w - 1 + room, heads, dim], row 0 is `base`    a full buffer is replaced, never moved within itself,
+                                                           so exported views stay as they are
+Knows layouts and tensors, no model and no scheduler. On CPU, imports and exports are views of the slot itself; on
+another device they go through host memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from common.errors import RequestFailed
+from common.layout import StateLayout, StateSpec
+from common.sched.executor import Slot
+from common.sched.specs import slot_bytes, slot_rows
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Rows = list[torch.Tensor]
+
+
+@dataclass(slots=True)
+class LayerState:
+    """Tensors of one layer; row 0 is token `base`."""
+
+    tensors: Rows
+    base: int = 0
+
+
+class SlotState:
+    """One sequence's state (the Slot protocol). Memory is touched only as rows are written."""
+
+    def __init__(self, layout: StateLayout, num_tokens: int, room: int, device: torch.device) -> None:
+        self._layout, self._num_tokens, self._room, self._device = layout, num_tokens, room, device
+        self._has_staging = device.type != "cpu"
+        self._staged: dict[tuple[int, int, tuple[int, ...]], Rows] = {}
+        self._layers = [LayerState(self._allocate(spec)) for spec in layout.states]
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """Memory held, by layer kind; empty after `free`."""
+        return slot_bytes(self._layout, self._num_tokens, self._room) if self._layers else {}
+
+    # -- used by the attention function
+
+    def write(self, layer: int, start: int, new: Rows) -> None:
+        """Put rows of tokens [start, start + c) into layer number `layer`; each of `new` is [c, *row shape]."""
+        state, stop = self._layers[layer], start + new[0].shape[0]
+        if stop - state.base > state.tensors[0].shape[0]:
+            self._slide(state, self._layout.states[layer], start, stop)
+        for tensor, rows in zip(state.tensors, new, strict=True):
+            tensor[start - state.base : stop - state.base] = rows
+
+    def read(self, layer: int, first: int, stop: int) -> Rows:
+        """Views of rows [first, stop), each [stop - first, *row shape]."""
+        state = self._layers[layer]
+        return [t[first - state.base : stop - state.base] for t in state.tensors]
+
+    # -- the Slot protocol
+
+    def prepare_import(self, num_tokens: int) -> None:
+        """State of [0, num_tokens) will be written through `writable`."""
+        for state, spec in zip(self._layers, self._layout.states, strict=True):
+            state.base = spec.needed_from(num_tokens)
+
+    def writable(self, start: int, stop: int, layers: tuple[int, ...]) -> tuple[memoryview, ...]:
+        """Memory for the segment's rows. Raises RequestFailed when the slot was freed or the rows are outside it."""
+        parts = self._parts(start, stop, layers)
+        if self._has_staging:
+            key = (start, stop, layers)
+            parts = self._staged.setdefault(key, [torch.empty_like(p, device="cpu") for p in parts])
+        return tuple(_bytes_of(part) for part in parts)
+
+    def landed(self, start: int, stop: int, layers: tuple[int, ...]) -> None:
+        """Move staged bytes to the device; on CPU they are in place already."""
+        staged = self._staged.pop((start, stop, layers), None)
+        if staged is not None:
+            for target, source in zip(self._parts(start, stop, layers), staged, strict=True):
+                target.copy_(source)
+
+    def exported(self, start: int, stop: int, layers: tuple[int, ...]) -> tuple[memoryview, ...]:
+        """Read-only views of computed rows (of host copies, for state on another device)."""
+        return tuple(_bytes_of(part.cpu()).toreadonly() for part in self._parts(start, stop, layers))
+
+    def copy_from(self, source: Slot, num_tokens: int) -> None:
+        """Become a copy of `source`, which holds [0, num_tokens)."""
+        if not isinstance(source, SlotState):
+            raise TypeError(f"cannot copy a {type(source).__name__}")
+        for mine, other in zip(self._layers, source._layers, strict=True):
+            mine.base = other.base
+            for target, rows in zip(mine.tensors, other.tensors, strict=True):
+                target[: num_tokens - other.base] = rows[: num_tokens - other.base]
+
+    def free(self) -> None:
+        """Drop the memory; exported views keep theirs."""
+        self._layers = []
+        self._staged = {}
+
+    def _allocate(self, spec: StateSpec) -> Rows:
+        rows = slot_rows(spec, self._num_tokens, self._room)
+        return [torch.empty((rows, *t.shape), dtype=DTYPES[t.dtype], device=self._device) for t in spec.tensors]
+
+    def _slide(self, state: LayerState, spec: StateSpec, start: int, stop: int) -> None:
+        """Fresh buffers that keep what a continuation at `start` reads."""
+        first = spec.needed_from(start)
+        fresh = self._allocate(spec)
+        if spec.kind != "window" or stop - first > fresh[0].shape[0]:
+            raise ValueError(f"rows [{start}, {stop}) do not fit a slot of {self._num_tokens} tokens")
+        for new, old in zip(fresh, state.tensors, strict=True):
+            new[: start - first] = old[first - state.base : start - state.base]
+        state.tensors, state.base = fresh, first
+
+    def _parts(self, start: int, stop: int, layers: tuple[int, ...]) -> Rows:
+        states = self._layers
+        if not states:
+            raise RequestFailed("the sequence is gone, and its state memory with it")
+        parts: Rows = []
+        for layer in layers:
+            state = states[layer]
+            if not 0 <= start - state.base < stop - state.base <= state.tensors[0].shape[0]:
+                raise RequestFailed(f"rows [{start}, {stop}) of layer number {layer} are outside the slot")
+            parts += [t[start - state.base : stop - state.base] for t in state.tensors]
+        return parts
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor, without a copy; the view keeps the memory alive."""
+    view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return view
