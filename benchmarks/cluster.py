@@ -189,7 +189,7 @@ def split_cores(num: int) -> list[list[int]]:
 
 def make_cluster(
     folder: Path,
-    model: Path,
+    model: Path | None,
     *,
     num_prefillds: int = 1,
     decoded: dict[str, dict[str, Any]] | None = None,
@@ -212,7 +212,7 @@ def make_cluster(
 
 
 @contextlib.contextmanager
-def running_cluster(model: Path, **kwargs: Any) -> Iterator[Cluster]:
+def running_cluster(model: Path | None, **kwargs: Any) -> Iterator[Cluster]:
     """A started cluster in a temporary folder; stopped and removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="prfaas-"))
     cluster = make_cluster(folder, model, **kwargs)
@@ -227,10 +227,10 @@ def _address(server: Daemon) -> str:
     return f"{server.config['listen']['host']}:{server.config['listen']['port']}"
 
 
-def _common(folder: Path, name: str, model: Path, cpus: Sequence[int]) -> dict[str, Any]:
+def _common(folder: Path, name: str, model: Path | None, cpus: Sequence[int]) -> dict[str, Any]:
     return {
         "node": {"name": name, "state_dir": str(folder / f"{name}.state")},
-        "model": {"path": str(model)},
+        "model": {"path": str(model or "")},
         "engine": {"threads": len(cpus), "cpus": list(cpus)},
         "control": {"socket": str(folder / f"{name}.sock")},
         "log": {"level": "info"},

@@ -99,8 +99,8 @@ class ActiveRequest:
     async def _prefill(self, generation: Generation) -> bool:
         """Get the prompt's state into the slot; False when cancelled meanwhile."""
         failed: tuple[str, ...] = ()
+        started_at = self.arrived_at + self.report.timing.queue_s
         while not self._is_cancelled:
-            started_at = _now()
             decision = self._dispatcher.route(self.request, failed)
             self._note(decision)
             if decision.route == "local":
@@ -114,7 +114,7 @@ class ActiveRequest:
             peer = decision.peer or ""
             if await self._try_remote(generation, peer, started_at):
                 return True
-            failed = (*failed, peer)
+            failed, started_at = (*failed, peer), _now()
         return False
 
     async def _try_remote(self, generation: Generation, peer: str, started_at: float) -> bool:
