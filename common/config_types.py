@@ -64,7 +64,7 @@ def required(why: str, **limits: Any) -> Any:
     return Field(description=why, **limits)
 
 
-def _threshold(value: object) -> float:
+def _threshold(value: object) -> int | float:
     """An int >= 0, or math.inf for "inf" (TOML's own inf too)."""
     if value == "inf" or value == math.inf:
         return math.inf
@@ -93,7 +93,7 @@ def _as_tuple(value: object) -> object:
 Size = Annotated[int, BeforeValidator(parse_size), Unit.SIZE]
 Duration = Annotated[float, BeforeValidator(parse_duration), Unit.DURATION]
 Rate = Annotated[float, BeforeValidator(parse_rate), Unit.RATE]
-Threshold = Annotated[float, BeforeValidator(_threshold), Unit.THRESHOLD]
+Threshold = Annotated[int | float, BeforeValidator(_threshold), Unit.THRESHOLD]
 FilePath = Annotated[Path | None, BeforeValidator(_path), Unit.PATH]
 IntList = Annotated[tuple[int, ...], BeforeValidator(_as_tuple)]
 Array = BeforeValidator(_as_tuple)

@@ -10,7 +10,7 @@ Knows no verb of a service but `status`, whose state it overrides while starting
 from __future__ import annotations
 
 import argparse
-import logging
+import faulthandler
 import os
 import signal
 import sys
@@ -25,8 +25,6 @@ from common.units import parse_duration, parse_rate
 
 C = TypeVar("C", bound=SharedConfig)
 Handler = Callable[[dict[str, Any]], Awaitable[Any]]
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +123,8 @@ def version() -> str:
 
 def run_daemon(program: Program[C], argv: Sequence[str] | None = None) -> int:
     """Run the daemon until it is told to stop; returns the exit code of errors.py."""
-    # Until our handler is in place a SIGHUP would kill the process.
+    # A watchdog's SIGABRT leaves the stacks of all threads in the log. Until our handler is in place SIGHUP would kill.
+    faulthandler.enable(sys.__stderr__)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     args = make_parser(program).parse_args(argv)
     path: Path | None = args.config

@@ -29,7 +29,7 @@ _RATES |= {"KiB/s": 8 * KIB, "MiB/s": 8 * MIB, "GiB/s": 8 * GIB}
 
 
 def _split(text: str, kind: str, units: list[str], example: str) -> tuple[Decimal, str]:
-    """The number and the unit of `text`; the unit is matched exactly, then without regard to case if unambiguous."""
+    """The number and the unit of `text`. Case matters in rates only, where "mb/s" might mean bits or bytes."""
     match = _NUMBER.fullmatch(text)
     hint = f'write a number and one of {", ".join(units)}, for example "{example}"'
     if match is None:
@@ -38,7 +38,7 @@ def _split(text: str, kind: str, units: list[str], example: str) -> tuple[Decima
     if unit in units:
         return number, unit
     alike = [u for u in units if u.lower() == unit.lower()]
-    if len(alike) == 1:
+    if len(alike) == 1 and kind != "rate":
         return number, alike[0]
     if not unit:
         raise ValueError(f"{text!r} has no unit: {hint}")
