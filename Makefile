@@ -1,9 +1,11 @@
 # Everything here works on a bare clone with Python 3.11+ and make: each target does the set-up it needs, once.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# The first interpreter that is new enough and whole (some builds lack ssl, some distributions split off ensurepip).
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c 'import ensurepip, ssl, sys; \
+	sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && command -v $$p && break; done)
 MODEL ?= smollm2-135m-instruct
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 # One thread per torch process: two processes with two threads each on two cores slow each other down many times over.
 export OMP_NUM_THREADS ?= 1
@@ -23,14 +25,15 @@ help: ## show this text
 
 setup: $(VENV)/.ready ## create .venv with the product and its development tools
 
-$(VENV)/.ready: pyproject.toml conf/constraints.txt
-	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 or later is needed; set PYTHON=/path/to/python3" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
-		|| { echo "$(PYTHON) is not Python 3.11 to 3.13; set PYTHON=/path/to/python3.11" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --upgrade 'pip>=25'
-	$(PIP) install --constraint conf/constraints.txt torch
-	$(PIP) install --constraint conf/constraints.txt --editable '.[gguf,dev]'
+$(VENV)/bin/python:
+	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 to 3.13 with venv and ssl is needed; set PYTHON=/path/to/it" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) install --upgrade 'pip>=25'
+
+$(VENV)/.ready: $(VENV)/bin/python pyproject.toml conf/constraints.txt
+	@echo "installing torch and the other packages of conf/constraints.txt into $(VENV) (a few minutes, once)"
+	@$(PIP) install --constraint conf/constraints.txt torch
+	@$(PIP) install --constraint conf/constraints.txt --editable '.[gguf,dev]'
 	@touch $@
 
 model: setup ## fetch and import a model once (MODEL=smollm2-135m-instruct | gemma3-270m) into PRFAAS_HOME
