@@ -29,7 +29,10 @@ _PLAIN_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endf
 class Tokenizer:
     """Encodes and decodes for one model. Thread-safe: the backing tokenizer is never changed after loading."""
 
-    def __init__(self, backend: RustTokenizer, template: ChatTemplate | None, bos_token: str | None = None) -> None:
+    def __init__(
+        self, backend: RustTokenizer, template: ChatTemplate | None, bos_token: str | None = None, source: str = ""
+    ) -> None:
+        self.source = source  # the directory it was loaded from, "" for bytes_only()
         self._backend = backend
         self._template = template
         self._pieces = PieceTable(backend)
@@ -58,7 +61,7 @@ class Tokenizer:
         special = _special_tokens(config)
         source = _template_source(folder, config)
         template = ChatTemplate(source, special) if source is not None else None
-        return cls(backend, template, special.get("bos_token"))
+        return cls(backend, template, special.get("bos_token"), str(folder.resolve()))
 
     @classmethod
     def bytes_only(cls) -> Tokenizer:
@@ -81,7 +84,7 @@ class Tokenizer:
         know, so a prompt of any size costs no more than one that fits.
 
         Raises:
-            InvalidRequest: the text is no valid Unicode, or has more than `max_tokens` tokens.
+            PromptOverContext: the text has more than `max_tokens` tokens.
         """
         if max_tokens is not None:
             self._refuse_oversized(text, max_tokens)
@@ -121,11 +124,8 @@ class Tokenizer:
         return 0 if text.encode("utf-8", "replace").startswith(self.token_bytes(self._bos_id)) else 1
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        try:
-            # The batch call releases the interpreter lock, encode() does not.
-            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"The text has a lone surrogate at character {error.start}.", "prompt") from error
+        # The batch call releases the interpreter lock, encode() does not.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
     def _refuse_oversized(self, text: str, max_tokens: int) -> None:

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from common.errors import PdError
-from decoded.api.auth import KeyRing, read_request_id
+from decoded.api.auth import REQUEST_ID, TENANT, KeyRing, read_request_id
 from decoded.api.bulk import Preparer
 from decoded.api.contract import ApiSettings, Dispatcher
 from decoded.api.errors import RequestRefused, error_body, error_headers, http_status
@@ -132,7 +132,7 @@ def _answer_errors(settings: ApiSettings) -> Any:
             response = _error(error)
         except web.HTTPException as error:
             response = _error(_from_aiohttp(error, request, settings), error.headers.get("Allow"))
-        request_id = request.get("request_id")
+        request_id = request.get(REQUEST_ID)
         if request_id and not response.prepared:
             response.headers["X-Request-Id"] = request_id
         return response
@@ -146,8 +146,8 @@ def _identify(keys: KeyRing) -> Any:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in OPEN_PATHS:
-            request["tenant"] = keys.tenant(request.headers.get("Authorization"))
-            request["request_id"] = read_request_id(request.headers.get("X-Request-Id"))
+            request[TENANT] = keys.tenant(request.headers.get("Authorization"))
+            request[REQUEST_ID] = read_request_id(request.headers.get("X-Request-Id"))
         return await handler(request)
 
     return middleware

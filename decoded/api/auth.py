@@ -12,8 +12,12 @@ import re
 import secrets
 from collections.abc import Iterable
 
+from aiohttp import web
+
 from decoded.api.errors import RequestRefused
 
+TENANT = web.RequestKey("tenant", str)
+REQUEST_ID = web.RequestKey("request_id", str)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
 
 

@@ -1,45 +1,219 @@
 """Turns an HTTP body into a Prepared request without stopping the event loop.
 
-Called by generate.py. Ordinary bodies are prepared in a thread.
+Ordinary bodies are prepared in a thread. Parsing JSON and building id lists hold the interpreter lock, so bodies beyond
+`bulk_body_bytes` go to one worker process (bulk_worker.py), started when first needed, killed when its client leaves.
+Called by generate.py. The message format between the two processes is here, for both.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import struct
+import sys
+from array import array
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
-
+from common.errors import InvalidRequest, Overloaded
 from decoded.api.contract import ApiSettings
 from decoded.api.errors import RequestRefused
 from decoded.api.prepare import Prepared, prepare
-from decoded.api.schema import Kind, Limits
+from decoded.api.prompts import Prompt
+from decoded.api.schema import Kind, Limits, parse_params
 from decoded.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from aiohttp import web
+
+HEADER = struct.Struct("<IQ")  # length of the JSON part, length of the raw part
 _NUM_THREADS = 2
 
 
 class Preparer:
-    """Owns the threads that parse and tokenise."""
+    """Owns the threads and the worker process that parse and tokenise."""
 
     def __init__(self, tokenizer: Tokenizer, settings: ApiSettings) -> None:
         self._tokenizer, self._settings = tokenizer, settings
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="prepare")
+        self.threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="prepare")
+        self._worker = BulkWorker(tokenizer.source)
+        self._num_bulk = 0
 
     async def prepare(self, kind: Kind, request: web.Request, limits: Limits) -> Prepared:
         """Read, parse, validate and tokenise a request's body.
 
         Raises:
             InvalidRequest: the body or a parameter is wrong.
+            Overloaded: too many large bodies are being read.
         """
         _check_content_type(request)
-        body = await request.read()
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, prepare, kind, body, limits, self._tokenizer)
+        async with self._bulk_gate() as enter_gate:
+            body = await self._read(request, enter_gate)
+            loop = asyncio.get_running_loop()
+            if len(body) <= self._settings.bulk_body_bytes:
+                return await loop.run_in_executor(self.threads, prepare, kind, body, limits, self._tokenizer)
+            reply, raw = await self._worker.ask({"kind": kind, "limits": asdict(limits)}, body)
+            del body
+            return await loop.run_in_executor(self.threads, unpack_prepared, kind, reply, raw, limits)
 
     async def close(self) -> None:
-        """Stop the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Stop the threads and the worker."""
+        self._worker.close()
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _read(self, request: web.Request, enter_gate: Any) -> bytes:
+        """The body, refused as soon as it is known to be too large."""
+        settings = self._settings
+        if (request.content_length or 0) > settings.max_body_bytes:
+            raise _too_large(settings)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(settings.body_timeout_s):
+                async for data in request.content.iter_any():
+                    body += data
+                    if len(body) > settings.max_body_bytes:
+                        raise _too_large(settings)
+                    if len(body) > settings.bulk_body_bytes:
+                        enter_gate()
+        except TimeoutError as error:
+            message = f"The body did not arrive within {settings.body_timeout_s:g} s."
+            raise RequestRefused(message, None, "body_timeout", 408) from error
+        return bytes(body)
+
+    @asynccontextmanager
+    async def _bulk_gate(self) -> AsyncIterator[Any]:
+        """Counts large bodies in memory; the function it gives refuses when there are too many."""
+        is_inside = False
+
+        def enter() -> None:
+            nonlocal is_inside
+            limit = self._settings.max_bulk_bodies
+            if is_inside:
+                return
+            if self._num_bulk >= limit:
+                raise Overloaded(
+                    f"{self._num_bulk} large request bodies are being read; at most {limit} are at a time.",
+                    gate="bulk_bodies",
+                    value=self._num_bulk,
+                    limit=limit,
+                    setting="http.max_bulk_bodies",
+                    retry_after_s=5.0,
+                )
+            is_inside = True
+            self._num_bulk += 1
+
+        try:
+            yield enter
+        finally:
+            self._num_bulk -= is_inside
+
+
+class BulkWorker:
+    """The worker process, one request at a time."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._turn = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def ask(self, head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        """Have one body prepared. The process is replaced if it dies or the caller is cancelled meanwhile.
+
+        Raises:
+            RequestRefused: the process died.
+        """
+        async with self._turn:
+            process = self._process or await self._start()
+            self._process = None
+            try:
+                answer = await self._talk(process, head, body)
+                self._process, process = process, None  # type: ignore[assignment]
+                return answer
+            except (OSError, EOFError) as error:
+                message = "The process that reads large bodies ended unexpectedly."
+                raise RequestRefused(message, None, "bulk_worker_failed", 503) from error
+            finally:
+                if process is not None:
+                    _kill(process)
+
+    def close(self) -> None:
+        """Kill the process, if it runs."""
+        if self._process is not None:
+            _kill(self._process)
+            self._process = None
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "decoded.api.bulk_worker",
+            self._source,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+            start_new_session=True,  # Ctrl-C is for the daemon; the worker ends with its pipe
+        )
+
+    async def _talk(
+        self, process: asyncio.subprocess.Process, head: dict[str, Any], body: bytes
+    ) -> tuple[dict[str, Any], bytes]:
+        if process.stdin is None or process.stdout is None:
+            raise BrokenPipeError("the worker has no pipes")
+        text = json.dumps(head).encode()
+        process.stdin.write(HEADER.pack(len(text), len(body)) + text)
+        process.stdin.write(body)
+        await process.stdin.drain()
+        num_json, num_raw = HEADER.unpack(await process.stdout.readexactly(HEADER.size))
+        reply = json.loads(await process.stdout.readexactly(num_json))
+        return reply, await process.stdout.readexactly(num_raw)
+
+
+def pack_prepared(prepared: Prepared) -> tuple[dict[str, Any], bytes]:
+    """The worker's reply: everything but token ids as JSON, token ids as raw 32-bit numbers."""
+    prompts = [{"num_tokens": len(p.tokens), "text": p.text} for p in prepared.prompts]
+    tokens = array("I")
+    for prompt in prepared.prompts:
+        tokens.extend(prompt.tokens)
+    return {"rest": prepared.rest, "is_list": prepared.is_list, "prompts": prompts}, tokens.tobytes()
+
+
+def pack_error(error: InvalidRequest) -> dict[str, Any]:
+    """The worker's reply for a wrong request."""
+    code, status = (error.api_code, error.status) if isinstance(error, RequestRefused) else (None, 400)
+    return {"error": {"message": str(error), "param": error.param, "api_code": code, "status": status}}
+
+
+def unpack_prepared(kind: Kind, reply: dict[str, Any], raw: bytes, limits: Limits) -> Prepared:
+    """The worker's reply as the Prepared it had.
+
+    Raises:
+        RequestRefused: what the worker refused the request with.
+    """
+    if "error" in reply:
+        raise RequestRefused(**reply["error"])
+    tokens = array("I", raw)
+    prompts: list[Prompt] = []
+    start = 0
+    for entry in reply["prompts"]:
+        stop = start + entry["num_tokens"]
+        prompts.append(Prompt(tuple(tokens[start:stop]), entry["text"]))
+        start = stop
+    params = parse_params(kind, reply["rest"], limits)
+    return Prepared(params, tuple(prompts), reply["is_list"], reply["rest"])
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+
+
+def _too_large(settings: ApiSettings) -> RequestRefused:
+    message = f"The body is larger than {settings.max_body_bytes} bytes (http.max_body_bytes)."
+    return RequestRefused(message, None, "body_too_large", 413)
 
 
 def _check_content_type(request: web.Request) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from decoded.api.choices import Choice, Delta, LogprobEntry
 from decoded.api.fanout import Fanout
-from decoded.api.shapes import Head, event, spell_logprob, usage
+from decoded.api.shapes import Head, answer, event, spell_logprob, usage
 from decoded.tokenizer import Tokenizer
 
 
@@ -47,12 +47,9 @@ class ChatShape:
             chunk["prfaas"] = prfaas
         return event(chunk)
 
-    def whole(self, fanout: Fanout, prfaas: Any) -> dict[str, Any]:
-        choices = [self._whole_choice(c, c.take() or Delta("", [], c.finish)) for c in fanout.choices]
-        answer: dict[str, Any] = {**self._whole_base, "choices": choices, "usage": usage(fanout)}
-        if prfaas is not None:
-            answer["prfaas"] = prfaas
-        return answer
+    def whole(self, fanout: Fanout, prfaas: Any) -> bytes:
+        choices = (self._whole_choice(c, c.take() or Delta("", [], c.finish)) for c in fanout.choices)
+        return answer(self._whole_base, choices, fanout, prfaas)
 
     def _event(self, choice: Choice, message: dict[str, Any], delta: Delta, prfaas: Any) -> bytes:
         logprobs = self._logprobs(choice, delta.entries) if delta.entries else None

@@ -99,8 +99,19 @@ class Choice:
             self.finish = "length" if output.finish_reason == "length" else "stop"
         return is_stopped and output.finish_reason is None
 
-    def take(self, *, with_finish: bool = True) -> Delta | None:
-        """What is ready to be sent, None if nothing is. The finish reason is held back unless `with_finish`."""
+    @property
+    def num_entries(self) -> int:
+        """Log probabilities waiting to be taken."""
+        return len(self._entries)
+
+    def take(self, *, with_finish: bool = True, max_entries: int | None = None) -> Delta | None:
+        """What is ready to be sent, None if nothing is. The finish reason is held back unless `with_finish`.
+
+        With more than `max_entries` log probabilities, that many leave alone and the rest at the next take.
+        """
+        if max_entries is not None and len(self._entries) > max_entries:
+            entries, self._entries = self._entries[:max_entries], self._entries[max_entries:]
+            return Delta("", entries, None)
         finish = self.finish if with_finish and not self._is_finish_taken else None
         text = "".join(self._texts) if self._texts else ""
         entries = self._entries

@@ -10,7 +10,7 @@ from typing import Any
 
 from decoded.api.choices import Choice, Delta, LogprobEntry
 from decoded.api.fanout import Fanout
-from decoded.api.shapes import Head, event, spell_logprob, usage
+from decoded.api.shapes import Head, answer, event, spell_logprob, usage
 from decoded.tokenizer import Tokenizer
 
 
@@ -52,12 +52,9 @@ class CompletionShape:
             chunk["prfaas"] = prfaas
         return event(chunk)
 
-    def whole(self, fanout: Fanout, prfaas: Any) -> dict[str, Any]:
-        choices = [self._choice(c, c.take() or Delta("", [], c.finish)) for c in fanout.choices]
-        answer: dict[str, Any] = {**self._base, "choices": choices, "usage": usage(fanout)}
-        if prfaas is not None:
-            answer["prfaas"] = prfaas
-        return answer
+    def whole(self, fanout: Fanout, prfaas: Any) -> bytes:
+        choices = (self._choice(c, c.take() or Delta("", [], c.finish)) for c in fanout.choices)
+        return answer(self._base, choices, fanout, prfaas)
 
     def _choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         has_logprobs = choice.params.logprobs is not None

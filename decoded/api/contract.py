@@ -30,6 +30,7 @@ class ApiSettings:
     max_prompts: int = 128
     bulk_body_bytes: int = 512 << 10
     max_bulk_bodies: int = 8
+    body_timeout_s: float = 120.0
 
 
 class ActiveRequest(Protocol):

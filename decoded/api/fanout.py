@@ -61,6 +61,11 @@ class Fanout:
         return self._num_open == 0
 
     @property
+    def num_entries(self) -> int:
+        """Log probabilities waiting to be sent."""
+        return sum(choice.num_entries for choice in self.choices)
+
+    @property
     def reports(self) -> list[RequestReport]:
         """One report per prompt."""
         return [active.report for active in self._active]

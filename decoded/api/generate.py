@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from common.request import Request, Route
-from decoded.api.auth import read_request_id
+from decoded.api.auth import REQUEST_ID, TENANT, read_request_id
 from decoded.api.bulk import Preparer
 from decoded.api.chat import ChatShape
 from decoded.api.completions import CompletionShape
@@ -22,9 +22,11 @@ from decoded.api.fanout import Fanout
 from decoded.api.prepare import Prepared
 from decoded.api.prompts import resolve_sampling
 from decoded.api.schema import Kind, Limits
-from decoded.api.shapes import Head, Shape, dumps, prfaas_object
+from decoded.api.shapes import Head, Shape, prfaas_object
 from decoded.api.stream import ClientWatch, EventStream
 from decoded.tokenizer import Tokenizer
+
+_MAX_INLINE_ENTRIES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +106,19 @@ class Generator:
         if fanout.error is not None:
             raise fanout.error
         reports = prfaas_object(fanout.reports, fanout.prepared.is_list) if asked.wants_timing else None
-        return web.Response(body=dumps(shape.whole(fanout, reports)), content_type="application/json")
+        if fanout.num_entries > _MAX_INLINE_ENTRIES:
+            loop = asyncio.get_running_loop()
+            body = await loop.run_in_executor(self._preparer.threads, shape.whole, fanout, reports)
+        else:
+            body = shape.whole(fanout, reports)
+        return web.Response(body=body, content_type="application/json")
 
     def _read_headers(self, request: web.Request) -> Asked:
         arrived_at = asyncio.get_running_loop().time()
         return Asked(
-            request_id=request["request_id"],
+            request_id=request[REQUEST_ID],
             arrived_at=arrived_at,
-            tenant=request["tenant"],
+            tenant=request[TENANT],
             forced_route=self._forced_route(request.headers.get("X-Prfaas-Route")),
             wants_timing=_switch("X-Prfaas-Timing", request.headers.get("X-Prfaas-Timing")),
         )

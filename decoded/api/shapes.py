@@ -6,7 +6,7 @@ Pure. Used by completions.py and chat.py, which know their endpoint's JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -39,8 +39,8 @@ class Shape(Protocol):
     def tail(self, fanout: Fanout, prfaas: Any) -> bytes:
         """The SSE event with the usage, after all deltas."""
 
-    def whole(self, fanout: Fanout, prfaas: Any) -> dict[str, Any]:
-        """The answer without streaming."""
+    def whole(self, fanout: Fanout, prfaas: Any) -> bytes:
+        """The answer without streaming. Called off the event loop when it is large."""
 
 
 def event(data: dict[str, Any]) -> bytes:
@@ -51,6 +51,13 @@ def event(data: dict[str, Any]) -> bytes:
 def dumps(data: Any) -> bytes:
     """Compact JSON in UTF-8."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def answer(base: dict[str, Any], choices: Iterable[dict[str, Any]], fanout: Fanout, prfaas: Any) -> bytes:
+    """A whole answer. Choices are encoded one by one: a single call for all would hold the interpreter for long."""
+    tail = {"usage": usage(fanout)} | ({} if prfaas is None else {"prfaas": prfaas})
+    parts = b",".join(dumps(choice) for choice in choices)
+    return dumps(base)[:-1] + b',"choices":[' + parts + b"]," + dumps(tail)[1:]
 
 
 def usage(fanout: Fanout) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from decoded.api.shapes import Shape, event, prfaas_object
 COMMENT = b": waiting\n\n"
 DONE = b"data: [DONE]\n\n"
 _WATCH_S = 0.25
+_MAX_ENTRIES = 256  # log probabilities in one event: more would hold up the other streams
 
 
 class ClientWatch:
@@ -97,31 +98,39 @@ class EventStream:
                 raise fanout.error
             await self._write(event(error_body(fanout.error)))
             return True
-        is_done = fanout.is_done
         fanout.raise_for_bug()
-        payload = self._events(is_done)
-        if is_done:
+        payload, is_end = self._events(fanout.is_done)
+        if is_end:
             payload += self._ending()
         elif not payload and self._loop.time() - self._written_at >= self._comment_s:
             payload = COMMENT
         if payload:
             await self._write(payload)
-        if is_done:
+        if is_end:
             await self._response.write_eof()
-        return is_done
+        return is_end
 
-    def _events(self, is_done: bool) -> bytes:
-        """Everything that is ready. The very last finish reason waits until all reports are complete."""
+    def _events(self, is_done: bool) -> tuple[bytes, bool]:
+        """Everything that is ready, and whether that is the end.
+
+        The very last finish reason waits until all reports are complete.
+        """
+        choices = self._fanout.choices
         with_finish = is_done or not self._fanout.is_sampled
-        ready = [(c, d) for c in self._fanout.choices if (d := c.take(with_finish=with_finish)) is not None]
+        taken = [(c, c.take(with_finish=with_finish, max_entries=_MAX_ENTRIES)) for c in choices]
+        is_left = self._fanout.num_entries > 0
+        if is_left:
+            self._fanout.changed.set()
+        is_end = is_done and not is_left
+        ready = [(choice, delta) for choice, delta in taken if delta is not None]
         parts: list[bytes] = []
         for number, (choice, delta) in enumerate(ready, start=1):
             if choice.index not in self._opened:
                 self._opened.add(choice.index)
                 parts.append(self._shape.opening(choice))
-            is_last = is_done and number == len(ready)
-            parts.append(self._shape.chunk(choice, delta, self._prfaas() if is_last and not self._has_tail else None))
-        return b"".join(parts)
+            has_prfaas = is_end and number == len(ready) and not self._has_tail
+            parts.append(self._shape.chunk(choice, delta, self._prfaas() if has_prfaas else None))
+        return b"".join(parts), is_end
 
     def _ending(self) -> bytes:
         return (self._shape.tail(self._fanout, self._prfaas()) if self._has_tail else b"") + DONE
