@@ -28,7 +28,7 @@ def session_key(key: bytes, session: bytes, client_hello: bytes, server_hello: b
 
 
 def is_same_mac(a: bytes, b: bytes) -> bool:
-    """Compare in constant time."""
+    """Compare without telling by its duration where they differ."""
     return hmac.compare_digest(a, b)
 
 
