@@ -126,6 +126,8 @@ def _take_lock(path: Path) -> int:
     lock = path.with_name(path.name + ".lock")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.parent.stat().st_uid not in (0, os.geteuid()):
+            raise StartupError(f"control socket {path}: {path.parent} belongs to another user, who could replace it")
         fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise StartupError(f"control socket {path}: cannot create {lock}: {error.strerror}") from error

@@ -15,7 +15,6 @@ import json
 import os
 import socket
 import struct
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +95,8 @@ def find_socket(daemon: str, given: str | None, config: str | None) -> SocketPat
 
 
 def _from_config(daemon: str, config: Path) -> SocketPath:
+    import tomllib  # Late: most calls need no TOML, and a ctl has to start fast.
+
     try:
         section = tomllib.loads(config.read_text(encoding="utf-8")).get("control", {})
     except OSError as error:

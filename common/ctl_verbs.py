@@ -68,7 +68,7 @@ def config(daemon: str) -> Verb:
 
 def version(daemon: str) -> Verb:
     """What runs."""
-    return Verb("version", "version of the daemon and of its model", f"Version, protocol and model of {daemon}.",
+    return Verb("version", "version of the daemon and of its model", f"What runs: versions and model of {daemon}.",
                 _show("version"))  # fmt: skip
 
 

@@ -107,11 +107,11 @@ class _Life(Generic[C]):
             return False
         try:
             starting.result()
-        except (PdError, OSError) as error:
+        except Exception as error:
             await self._stop(service)
-            if isinstance(error, ConfigError | StartupError):
-                raise
-            raise StartupError(str(error)) from error
+            if isinstance(error, PdError | OSError) and not isinstance(error, ConfigError | StartupError):
+                raise StartupError(str(error)) from error
+            raise
         return True
 
     async def _serve(self, service: Service) -> None:
@@ -166,8 +166,9 @@ class _Life(Generic[C]):
         await asyncio.wait((draining, forced), timeout=timeout + DRAIN_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
         forced.cancel()
         if draining.done():
-            draining.result()
-            return True
+            if (error := draining.exception()) is not None:
+                log.error("draining failed", exc_info=error)
+            return error is None
         draining.cancel()
         await asyncio.wait((draining,), timeout=DRAIN_GRACE_S)
         is_forced = self._forced.is_set()
@@ -261,5 +262,10 @@ class _Life(Generic[C]):
     def _spawn(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of the life cycle failed", exc_info=error)

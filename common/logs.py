@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 MAX_QUEUED_LINES = 10_000
+CLOSE_TIMEOUT_S = 2.0
 OURS = ("common", "prefilld", "decoded")
 
 _fields: contextvars.ContextVar[dict[str, Any]] = contextvars.ContextVar("log_fields")
@@ -108,17 +109,25 @@ class _LineQueue(logging.handlers.QueueHandler):
 class _Listener(logging.handlers.QueueListener):
     def __init__(self, lines: queue.Queue[Any], source: _LineQueue, out: logging.Handler) -> None:
         super().__init__(lines, out)
-        self._source = source
+        self._lines, self._source = lines, source
         self._num_told = 0
 
     def handle(self, record: logging.LogRecord) -> None:
         lost = self._source.num_dropped - self._num_told
         if lost:
             self._num_told += lost
-            super().handle(
-                logging.LogRecord("common.logs", logging.WARNING, "", 0, f"{lost} log lines lost", None, None)
-            )
+            text = "%d log lines lost: the log's reader is too slow"
+            told = logging.LogRecord(__name__, logging.WARNING, "", 0, text, (lost,), None)
+            super().handle(self._source.prepare(told))
         super().handle(record)
+
+    def stop(self) -> None:
+        """End the thread; a log whose reader is stuck must not keep the daemon from exiting."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put(None, timeout=CLOSE_TIMEOUT_S)  # None is the base class's own sign to end
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT_S)
+            self._thread = None
 
 
 class LogWriter:

@@ -107,6 +107,11 @@ class FakeDaemon:
             return client.call(verb, params)
 
     def log_text(self) -> str:
+        """The whole log. A running daemon is stopped first: a thread of its own writes the log."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.signal(signal.SIGTERM)
+            self.wait()
         return self.log.read_text()
 
     def close(self) -> None:

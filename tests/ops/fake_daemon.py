@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from typing import Any
 
@@ -32,9 +33,18 @@ class FakeService:
                 raise OSError(98, "Address already in use")
             case "config":
                 raise ConfigError("model.path: tampered")
+            case "bug":
+                raise KeyError("a bug")
             case "hang":
                 await asyncio.Event().wait()
         self.state = "ready"
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self.finish)
+
+    def finish(self) -> None:
+        self.num_running = 0
+        self.idle.set()
+        if self.state == "draining":
+            self.state = "drained"
 
     async def drain(self, timeout: float) -> None:
         self.state = "draining"
@@ -73,10 +83,7 @@ class FakeService:
             return {"state": self.state}
 
         async def finish(params: dict[str, Any]) -> dict[str, Any]:
-            self.num_running = 0
-            self.idle.set()
-            if self.state == "draining":
-                self.state = "drained"
+            self.finish()
             return {}
 
         async def peers(params: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,0 +1,270 @@
+"""The ctls against a real daemon process, and what they print."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common import ctl_verbs
+from common.ctl_render import to_text
+
+ROOT = Path(__file__).resolve().parents[2]
+Daemon = Any  # conftest.FakeDaemon
+HEAVY = (
+    "torch",
+    "transformers",
+    "aiohttp",
+    "pydantic",
+    "numpy",
+    "asyncio",
+    "rich",
+    "prometheus_client",
+    "uvloop",
+    "ssl",
+)
+BOTH = ["status", "peers", "requests", "config", "drain", "resume", "reload", "wait", "version"]
+VERBS = {"prefilld": [*BOTH, "model"], "decoded": [*BOTH, "explain", "threshold"]}
+
+
+def ctl(module: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"{module}.ctl", *args]
+    full = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    return subprocess.run(command, env=full, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+# Start-up
+
+
+@pytest.mark.parametrize("module", VERBS)
+def test_a_ctl_imports_nothing_heavy(module: str) -> None:
+    code = (
+        f"import sys\nfrom {module}.ctl.__main__ import main\n"
+        "try:\n    main(['--socket', '/none', 'status'])\nfinally:\n"
+        f"    print(','.join(m for m in {HEAVY!r} if m in sys.modules) or 'light')"
+    )
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    print(f"{module}.ctl: {(time.perf_counter() - started) * 1e3:.0f} ms from start to exit")
+    assert done.stdout == "light\n"
+
+
+# Help
+
+
+@pytest.mark.parametrize(("module", "verb"), [(m, v) for m, verbs in VERBS.items() for v in verbs])
+def test_every_verb_explains_itself(module: str, verb: str) -> None:
+    done = ctl(module, verb, "--help")
+    assert done.returncode == 0
+    description = done.stdout.split("\n\n")[1]
+    assert len(description) > 40, description
+
+
+@pytest.mark.parametrize("module", VERBS)
+def test_the_help_lists_all_verbs_and_where_the_daemon_is_looked_for(module: str) -> None:
+    done = ctl(module, "--help")
+    for verb in VERBS[module]:
+        assert f"\n    {verb} " in done.stdout
+    assert "$XDG_RUNTIME_DIR" in done.stdout
+    assert "exit codes: 0 done; 1" in done.stdout
+
+
+@pytest.mark.parametrize("args", [(), ("nope",), ("wait",), ("wait", "happy"), ("wait", "ready", "--timeout", "1m")])
+def test_usage_errors_exit_with_2(args: tuple[str, ...]) -> None:
+    assert ctl("decoded", *args).returncode == 2
+
+
+@pytest.mark.parametrize("text", ["-1", "1.5", "INF", "many", "²"])
+def test_wrong_thresholds_are_usage_errors(text: str) -> None:
+    done = ctl("decoded", "threshold", "--", text)
+    assert done.returncode == 2
+    assert "neither a whole number of tokens >= 0 nor" in done.stderr
+
+
+# Against a daemon
+
+
+def test_options_stand_before_or_behind_the_verb(daemon: Daemon) -> None:
+    daemon.start()
+    socket, config = str(daemon.socket), str(daemon.config)
+    for args in (
+        ("--socket", socket, "--json", "status"),
+        ("status", "--json", "--socket", socket),
+        ("--json", "status", "--config", config),
+        ("--config", config, "status", "--json"),
+    ):
+        done = ctl("decoded", *args)
+        assert done.returncode == 0, done.stderr
+        assert '"state": "ready"' in done.stdout
+
+
+def test_verbs_with_arguments(daemon: Daemon) -> None:
+    daemon.start()
+    assert daemon.json("threshold") == {"threshold": 1000}
+    assert daemon.json("threshold", "inf") == {"threshold": "inf"}
+    assert daemon.json("threshold", "0") == {"threshold": 0}
+    assert daemon.ctl("explain", "r-1").stdout == "request_id  r-1\ntiming:\n  queue_s  12.3 ms\n"
+
+
+def test_config_shows_what_is_in_use(daemon: Daemon) -> None:
+    daemon.start()
+    text = daemon.ctl("config").stdout
+    assert text.startswith(f"# in use by decoded; read from {daemon.config}\n")
+    assert 'backend = "fake"' in text
+    assert daemon.json("config")["routing"]["threshold_tokens"] == 1000
+    assert daemon.json("config")["links"]["heartbeat"] == 2.0
+
+
+def test_reload_says_what_changed(daemon: Daemon) -> None:
+    daemon.start()
+    daemon.write(level="error")
+    assert daemon.json("reload") == {"changed": ["log.level info -> error"], "config": str(daemon.config)}
+
+
+def test_a_verb_the_daemon_does_not_know(daemon: Daemon) -> None:
+    daemon.start()
+    done = daemon.ctl("requests")
+    assert done.returncode == 1
+    assert done.stderr.startswith("decodectl: unknown verb 'requests'; this daemon knows bug, config, die,")
+
+
+def test_drain_waits_for_requests_in_flight(daemon: Daemon) -> None:
+    daemon.start(FAKE_RUNNING="1")
+    late = daemon.ctl("drain", "--wait", "--timeout", "200ms")
+    assert late.returncode == 1
+    assert "not drained after 0.2 s; last seen: draining" in late.stderr
+    command = [sys.executable, "-m", "decoded.ctl", "--socket", str(daemon.socket), "drain", "--wait"]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE) as waiting:
+        assert daemon.json("status")["state"] == "draining"
+        daemon.call("finish")
+        assert waiting.wait(30) == 0
+    assert daemon.ctl("wait", "drained").returncode == 0
+
+
+def test_wait_ready_may_come_before_the_daemon(daemon: Daemon) -> None:
+    nobody = daemon.ctl("wait", "ready", "--timeout", "0.2")
+    assert nobody.returncode == 1
+    assert "not ready after 0.2 s; last seen: cannot reach the daemon" in nobody.stderr
+    command = [
+        sys.executable,
+        "-m",
+        "decoded.ctl",
+        "--socket",
+        str(daemon.socket),
+        "wait",
+        "ready",
+        "--timeout",
+        "1min",
+    ]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE) as waiting:
+        daemon.start()
+        assert waiting.wait(30) == 0
+
+
+def test_wait_drained_fails_at_once_without_a_daemon(daemon: Daemon) -> None:
+    done = daemon.ctl("wait", "drained")
+    assert done.returncode == 1
+    assert f"cannot reach the daemon at {daemon.socket} (--socket): no such socket" in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_error(daemon: Daemon) -> None:
+    daemon.start()
+    command = f"{sys.executable} -m decoded.ctl --socket {daemon.socket} config | head -1"
+    done = subprocess.run(
+        ["bash", "-c", command], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr == ""
+
+
+# Without a daemon
+
+
+def test_model_import_hands_over_arguments_and_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefilld.ctl.__main__ import main
+
+    seen: list[list[str]] = []
+
+    def fake_call(command: list[str]) -> int:
+        seen.append(command[1:])
+        return 5
+
+    monkeypatch.setattr(subprocess, "call", fake_call)
+    assert main(["model", "import", "a.gguf", "out", "--name", "m"]) == 5
+    assert main(["model", "import", "--json", "a.gguf", "out"]) == 5
+    assert main(["--json", "model", "import", "a.gguf", "out"]) == 5
+    module = ["-m", "common.engine.importer"]
+    assert seen == [
+        [*module, "--name", "m", "--", "a.gguf", "out"],
+        [*module, "--json", "--", "a.gguf", "out"],
+        [*module, "--json", "--", "a.gguf", "out"],
+    ]
+
+
+@pytest.mark.parametrize(("body", "code"), [("sys.exit(7)", 7), ("pass", 0), ("os.kill(os.getpid(), 9)", 137)])
+def test_a_childs_exit_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, code: int) -> None:
+    (tmp_path / "child_for_test.py").write_text(f"import os, sys\n{body}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert ctl_verbs.run_child("child_for_test", []) == code
+
+
+# Rendering
+
+
+def test_text_of_nested_data_and_tables() -> None:
+    data = {
+        "state": "ready",
+        "uptime_s": 7380,
+        "num_running": 1234,
+        "is_healthy": True,
+        "model": {"name": "m", "state_bytes": 3 << 20, "rate_bps": 5e7},
+        "empty": {},
+        "tokens_per_s": 12.3456,
+        "peers": [{"name": "a", "rtt_s": 0.01, "links": [1, 2]}, {"name": "bb", "why": None}],
+        "last": "",
+    }
+    assert to_text(data).splitlines() == [
+        "state         ready",
+        "uptime_s      2 h 03 min",
+        "num_running   1,234",
+        "is_healthy    yes",
+        "model:",
+        "  name         m",
+        "  state_bytes  3.00 MiB",
+        "  rate_bps     50.0 Mbit/s",
+        "empty         -",
+        "tokens_per_s  12.35",
+        "peers:",
+        "  name    rtt_s  links  why",
+        "  a     10.0 ms  1, 2     -",
+        "  bb          -  -        -",
+        "last          -",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ([], "(none)"),
+        ({"peers": []}, "(none)"),
+        ([{"a": 1}], "a\n1"),
+        ({"peers": [{"a": "x"}]}, "a\nx"),
+        ([{"a": "x" * 60}], "a\n" + "x" * 45 + "..."),
+        ([{"a": {"k": 1, "n_bytes": 2048}}], "a\nk=1 n_bytes=2.00 KiB"),
+        ("plain", "plain"),
+        (None, "-"),
+        ({}, ""),
+    ],
+)
+def test_text_of_other_replies(data: Any, text: str) -> None:
+    assert to_text(data) == text

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from common import logs
+
+
+@pytest.fixture
+def root_logger() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    levels = {name: logging.getLogger(name).level for name in logs.OURS}
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for name, old in levels.items():
+        logging.getLogger(name).setLevel(old)
+    logging.captureWarnings(False)
+
+
+def written(form: str = "text", level: str = "info") -> tuple[io.StringIO, logs.LogWriter]:
+    stream = io.StringIO()
+    return stream, logs.setup(level, form, stream)
+
+
+def test_text_lines_carry_fields(root_logger: None) -> None:
+    stream, writer = written()
+    log = logging.getLogger("decoded.test")
+    with logs.bound(request_id="r1"):
+        log.info("peer %s", "ready", extra={"peer": "p 1", "rtt_s": 0.123456789, "empty": ""})
+        log.debug("hidden")
+    log.warning("two\nlines")
+    writer.close()
+    first, second = stream.getvalue().splitlines()
+    assert first.endswith('Z info decoded.test peer ready request_id=r1 peer="p 1" rtt_s=0.123457 empty=""')
+    assert second.endswith("Z warning decoded.test two\\nlines")
+
+
+def test_json_lines_are_objects(root_logger: None) -> None:
+    stream, writer = written("json")
+    try:
+        raise ValueError("no")
+    except ValueError:
+        logging.getLogger("common.x").exception("failed", extra={"request_id": "r2", "odd": {1, 2}})
+    writer.close()
+    entry = json.loads(stream.getvalue())
+    assert (entry["level"], entry["logger"], entry["message"], entry["request_id"]) == (
+        "error",
+        "common.x",
+        "failed",
+        "r2",
+    )
+    assert "ValueError: no" in entry["traceback"]
+
+
+async def test_bound_fields_follow_the_task(root_logger: None) -> None:
+    stream, writer = written()
+    log = logging.getLogger("common.x")
+
+    async def request(name: str, gate: asyncio.Event) -> None:
+        with logs.bound(request_id=name):
+            await gate.wait()
+            log.info("done")
+
+    gate = asyncio.Event()
+    tasks = [asyncio.create_task(request(n, gate)) for n in "ab"]
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*tasks)
+    log.info("outside")
+    writer.close()
+    lines = stream.getvalue().splitlines()
+    assert [line.split(" ", 3)[3] for line in lines] == ["done request_id=a", "done request_id=b", "outside"]
+
+
+def test_level_and_format_change_while_running(root_logger: None) -> None:
+    stream, writer = written(level="warning")
+    log = logging.getLogger("prefilld.x")
+    log.info("no")
+    writer.configure("debug", "json")
+    log.debug("yes")
+    logging.getLogger("aiohttp.access").info("another library's chatter stays out")
+    writer.close()
+    assert [json.loads(line)["message"] for line in stream.getvalue().splitlines()] == ["yes"]
+
+
+class StuckStream(io.StringIO):
+    """A pipe whose reader does not read, until it is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.free = [os.pipe() for _ in range(2)]
+
+    def write(self, text: str) -> int:
+        os.write(self.entered[1], b"x")
+        os.read(self.free[0], 1)
+        return super().write(text)
+
+
+def test_a_stuck_reader_costs_lines_not_time(root_logger: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MAX_QUEUED_LINES", 3)
+    stream = StuckStream()
+    writer = logs.setup("info", "text", stream)
+    log = logging.getLogger("common.x")
+    log.info("first")
+    os.read(stream.entered[0], 1)
+    for n in range(10):
+        log.info("n%d", n)
+    assert writer.num_dropped == 7
+    os.write(stream.free[1], b"x" * 100)
+    writer.close()
+    lines = [line.split(" ", 3)[-1] for line in stream.getvalue().splitlines()]
+    assert lines[0] == "first"
+    assert "7 log lines lost: the log's reader is too slow" in lines
+    assert [line for line in lines if line.startswith("n")] == ["n0", "n1", "n2"]
+
+
+def test_closing_does_not_wait_for_a_stuck_reader(root_logger: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MAX_QUEUED_LINES", 1)
+    monkeypatch.setattr(logs, "CLOSE_TIMEOUT_S", 0.01)
+    stream = StuckStream()
+    writer = logs.setup("info", "text", stream)
+    for _ in range(3):
+        logging.getLogger("common.x").info("x")
+    writer.close()
+    assert stream.getvalue() == ""
+    os.write(stream.free[1], b"x" * 100)
+
+
+def test_under_journald_the_priority_leads(root_logger: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JOURNAL_STREAM", "1:2")
+    stream, writer = written()
+    logging.getLogger("common.x").error("bad")
+    writer.close()
+    assert stream.getvalue() == "<3>error common.x bad\n"
