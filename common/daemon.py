@@ -124,7 +124,7 @@ def version() -> str:
 def run_daemon(program: Program[C], argv: Sequence[str] | None = None) -> int:
     """Run the daemon until it is told to stop; returns the exit code of errors.py."""
     # A watchdog's SIGABRT leaves the stacks of all threads in the log. Until our handler is in place SIGHUP would kill.
-    faulthandler.enable(sys.__stderr__)
+    faulthandler.enable(2)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     args = make_parser(program).parse_args(argv)
     path: Path | None = args.config
