@@ -41,7 +41,7 @@ class PieceTable:
         self._strips_first_space = _is_step(decoder, "Strip")
         self.kind = _kind(decoder)
         self._bytes: dict[int, bytes] = {}
-        self._texts: dict[int, str | int] = {}
+        self._texts: dict[int, str | int | None] = {}
 
     def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
         """A fresh detokenizer for one choice."""
@@ -59,12 +59,15 @@ class PieceTable:
             found = self._bytes[token_id] = self._lookup_bytes(token_id)
         return found
 
-    def token_text(self, token_id: int) -> str | int:
-        """For byte-fallback decoders: a token's text, or its byte value when it is a byte token."""
-        found = self._texts.get(token_id)
-        if found is None:
+    def token_text(self, token_id: int) -> str | int | None:
+        """For byte-fallback decoders: a token's text, its byte value when it is a byte token, None outside the
+        vocabulary.
+        """
+        try:
+            return self._texts[token_id]
+        except KeyError:
             found = self._texts[token_id] = self._lookup_text(token_id)
-        return found
+            return found
 
     def _lookup_bytes(self, token_id: int) -> bytes:
         if self.kind == "byte_level":
@@ -74,10 +77,12 @@ class PieceTable:
             except KeyError:  # an added token is plain text
                 return token.encode()
         text = self.token_text(token_id)
-        return bytes((text,)) if isinstance(text, int) else text.encode()
+        return bytes((text,)) if isinstance(text, int) else (text or "").encode()
 
-    def _lookup_text(self, token_id: int) -> str | int:
-        token = self._backend.id_to_token(token_id) or ""
+    def _lookup_text(self, token_id: int) -> str | int | None:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return None
         for old, new in self._replace:
             token = token.replace(old, new)
         match = _BYTE_TOKEN.match(token)
@@ -114,6 +119,8 @@ class _ByteFallback:
         piece = self._table.token_text(token_id)
         if isinstance(piece, int):
             self._run.append(piece)
+            return ""
+        if piece is None:
             return ""
         return self._first(self._end_run() + piece) if self._run or self._strip else piece
 
@@ -178,9 +185,10 @@ class StopStrings:
         text, self._held = self._held + delta, ""
         if not is_checked:
             return text, False
-        hits = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        # The first to be complete counts, then the longest: the same as if every character came alone.
+        hits = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if hits:
-            return text[: min(hits)], True
+            return text[: min(hits)[1]], True
         keep = min((_partial_from(text, stop) for stop in self._stops), default=len(text))
         self._held = text[keep:]
         return text[:keep], False

@@ -29,14 +29,12 @@ _PLAIN_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endf
 class Tokenizer:
     """Encodes and decodes for one model. Thread-safe: the backing tokenizer is never changed after loading."""
 
-    def __init__(
-        self, backend: RustTokenizer, template: ChatTemplate | None, bos_token: str | None = None, source: str = ""
-    ) -> None:
+    def __init__(self, backend: RustTokenizer, template: ChatTemplate | None, source: str = "") -> None:
         self.source = source  # the directory it was loaded from, "" for bytes_only()
         self._backend = backend
         self._template = template
         self._pieces = PieceTable(backend)
-        self._bos_id = backend.token_to_id(bos_token) if bos_token else None
+        self.num_prefix = _num_prefix(self._encode("a", True), self._encode("a", False))  # such as a BOS
         self.num_tokens = backend.get_vocab_size(with_added_tokens=True)
 
     @classmethod
@@ -61,7 +59,7 @@ class Tokenizer:
         special = _special_tokens(config)
         source = _template_source(folder, config)
         template = ChatTemplate(source, special) if source is not None else None
-        return cls(backend, template, special.get("bos_token"), str(folder.resolve()))
+        return cls(backend, template, str(folder.resolve()))
 
     @classmethod
     def bytes_only(cls) -> Tokenizer:
@@ -117,12 +115,6 @@ class Tokenizer:
         """The bytes one token stands for, special tokens as their name; empty for an id outside the vocabulary."""
         return self._pieces.token_bytes(token_id)
 
-    def num_added_prefix(self, text: str, ids: tuple[int, ...]) -> int:
-        """How many leading ids encode() put before the text itself (1 for a BOS, else 0)."""
-        if self._bos_id is None or not ids or ids[0] != self._bos_id:
-            return 0
-        return 0 if text.encode("utf-8", "replace").startswith(self.token_bytes(self._bos_id)) else 1
-
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # The batch call releases the interpreter lock, encode() does not.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -147,6 +139,12 @@ class PromptOverContext(InvalidRequest):
         self.num_tokens, self.max_tokens, self.is_lower_bound = num_tokens, max_tokens, is_lower_bound
         about = "at least " if is_lower_bound else ""
         super().__init__(f"The prompt has {about}{num_tokens} tokens; at most {max_tokens} fit.", "prompt")
+
+
+def _num_prefix(with_special: list[int], without: list[int]) -> int:
+    """How many ids encode() puts before those of the text."""
+    starts = range(len(with_special) - len(without) + 1)
+    return next((at for at in starts if with_special[at : at + len(without)] == without), 0)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -174,7 +174,7 @@ class BulkWorker:
 
 def pack_prepared(prepared: Prepared) -> tuple[dict[str, Any], bytes]:
     """The worker's reply: everything but token ids as JSON, token ids as raw 32-bit numbers."""
-    prompts = [{"num_tokens": len(p.tokens), "text": p.text} for p in prepared.prompts]
+    prompts = [{"num_tokens": len(p.tokens), "text": p.text, "num_added": p.num_added} for p in prepared.prompts]
     tokens = array("I")
     for prompt in prepared.prompts:
         tokens.extend(prompt.tokens)
@@ -200,7 +200,7 @@ def unpack_prepared(kind: Kind, reply: dict[str, Any], raw: bytes, limits: Limit
     start = 0
     for entry in reply["prompts"]:
         stop = start + entry["num_tokens"]
-        prompts.append(Prompt(tuple(tokens[start:stop]), entry["text"]))
+        prompts.append(Prompt(tuple(tokens[start:stop]), entry["text"], entry["num_added"]))
         start = stop
     params = parse_params(kind, reply["rest"], limits)
     return Prepared(params, tuple(prompts), reply["is_list"], reply["rest"])

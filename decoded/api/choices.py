@@ -63,11 +63,10 @@ class Choice:
     def add_prompt(self, event: PromptLogprobs) -> None:
         """The prompt's log probabilities come before the first token's."""
         tokens, text = self.prompt.tokens, self.prompt.text or ""
-        num_added = self.tokenizer.num_added_prefix(text, tokens)
         detokenizer = self.tokenizer.detokenizer(skip_special_tokens=False)
         for position, (token_id, logprob) in enumerate(zip(tokens, event.logprobs, strict=True)):
             self._entries.append(LogprobEntry(token_id, logprob, self._offset))
-            if position >= num_added:
+            if position >= self.prompt.num_added:
                 self._offset += len(detokenizer.add(token_id))
         self._offset = len(text)
 

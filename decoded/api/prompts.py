@@ -31,10 +31,11 @@ Source = str | list[int] | list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt's token ids, and its text where it must be echoed."""
+    """One prompt's token ids, and its text where it must be echoed: `num_added` leading ids are not part of it."""
 
     tokens: tuple[int, ...]
     text: str | None = None
+    num_added: int = 0
 
 
 def completion_sources(value: Any, limits: Limits) -> tuple[list[Source], bool]:
@@ -85,9 +86,10 @@ def encode(source: Source, params: Params, limits: Limits, tokenizer: Tokenizer)
     is_chat = params.kind == "chat"
     name = "messages" if is_chat else "prompt"
     text: str | None = None
+    num_added = 0
     try:
         if isinstance(source, str):
-            ids, text = tokenizer.encode(source, max_tokens=max_tokens), source
+            ids, text, num_added = tokenizer.encode(source, max_tokens=max_tokens), source, tokenizer.num_prefix
         elif is_chat:
             ids = tokenizer.encode_chat(source, max_tokens=max_tokens)  # type: ignore[arg-type]
         else:
@@ -99,7 +101,7 @@ def encode(source: Source, params: Params, limits: Limits, tokenizer: Tokenizer)
         raise _too_long(error, params, limits, name) from error
     if not ids:
         raise RequestRefused("The prompt has no tokens; at least 1 is needed.", name, "invalid_value")
-    return Prompt(tuple(ids), text if params.echo else None)
+    return Prompt(tuple(ids), text, num_added) if params.echo else Prompt(tuple(ids))
 
 
 def resolve_sampling(params: Params, num_prompt_tokens: int, limits: Limits) -> SamplingParams:
