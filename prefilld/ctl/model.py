@@ -12,8 +12,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", title="actions")
     text = (
         "Make a served model directory DEST (safetensors, tokenizer, manifest with content digests) from SOURCE. Both\n"
-        "daemons need one with equal digests. No running daemon is needed. A complete DEST from the same SOURCE is kept as it\n"
-        "is; anything else that is in the way is refused."
+        "daemons need one with equal digests. No running daemon is needed. A complete DEST from the same SOURCE\n"
+        "is kept as it is; anything else that is in the way is refused."
     )
     raw = argparse.RawDescriptionHelpFormatter
     add = actions.add_parser("import", help="from a GGUF file or Hugging Face directory", description=text,
