@@ -73,6 +73,7 @@ class EngineWorker:
         self._factory = factory
         self._commands: deque[Command] = deque()
         self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
         self._is_idle = True
         self._is_closing = False
         self._progress_at = 0.0
@@ -95,7 +96,8 @@ class EngineWorker:
         """End the thread after its current forward. Idempotent."""
         self._is_closing = True
         self._wake.set()
-        await asyncio.to_thread(self._thread.join)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
 
     def post(self, command: Command) -> None:
         """Run a command on the engine thread before the next step; its events are delivered like a step's."""

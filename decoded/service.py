@@ -12,6 +12,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from common.config import read_lines
+from common.control import http_routes
 from common.daemon import FakePeer, Handler, version
 from common.errors import ConfigError, EngineDead, PdError, StartupError
 from common.metrics import Metrics
@@ -159,6 +160,7 @@ class DecodeService:
             api_keys=read_lines(http.api_key_file) if http.api_key_file is not None else (),
         )
         app = make_app(self.dispatcher, self.tokenizer, settings, self.metrics.registry)
+        app.router.add_routes(http_routes(verbs.handlers(self)))
         self._runner = make_runner(app)
         await self._runner.setup()
         try:

@@ -41,7 +41,7 @@ def handlers(service: DecodeService) -> dict[str, Handler]:
         return status_facts(service)
 
     async def threshold(params: dict[str, Any]) -> Any:
-        if (value := params.get("value")) is not None:
+        if (value := params.get("threshold")) is not None:
             service.set_threshold(parse_threshold(value))
         return {"threshold_tokens": number(service.dispatcher.settings.threshold_tokens)}
 

@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from aiohttp import web
 
+from common.control import http_routes
+from common.daemon import Handler
 from common.errors import StartupError
+from common.metrics import CONTENT_TYPE
 
 
 def make_app(
-    *, readiness: Callable[[], tuple[bool, str]], metrics: Callable[[], bytes], facts: Callable[[str], Any]
+    *, readiness: Callable[[], tuple[bool, str]], metrics: Callable[[], bytes], handlers: Mapping[str, Handler]
 ) -> web.Application:
-    """`facts(verb)` answers "version", "status" and "peers"."""
+    """`handlers` are the control verbs; the read-only ones are served under /control."""
 
     async def livez(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
     async def readyz(_: web.Request) -> web.Response:
-        is_ready, why = readiness()
-        return web.Response(text=why + "\n", status=200 if is_ready else 503)
+        is_ready, reason = readiness()
+        return web.json_response({"ready": is_ready, "reason": reason}, status=200 if is_ready else 503)
 
     async def metrics_text(_: web.Request) -> web.Response:
-        return web.Response(body=metrics(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        return web.Response(body=metrics(), headers={"Content-Type": CONTENT_TYPE})
 
-    async def fact(request: web.Request) -> web.Response:
-        return web.json_response(facts(request.path.strip("/")))
+    async def version(_: web.Request) -> web.Response:
+        return web.json_response(await handlers["version"]({}))
 
     app = web.Application()
     app.router.add_get("/livez", livez)
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/metrics", metrics_text)
-    for verb in ("version", "status", "peers"):
-        app.router.add_get(f"/{verb}", fact)
+    app.router.add_get("/version", version)
+    app.router.add_routes(http_routes(handlers))
     return app
 
 

@@ -60,7 +60,7 @@ class PrefillService:
         end = local_end(config, "prefill", self._backend.info)
         self._server = PrefillServer(end, link_options(config), self._handler, load=self._load, trace=self._trace)
         await self._server.start(config.listen.host, config.listen.port)
-        app = make_app(readiness=self._readiness, metrics=self._render_metrics, facts=self._fact)
+        app = make_app(readiness=self._readiness, metrics=self._render_metrics, handlers=self.control_handlers())
         self._runner, port = await start_site(app, config.http.host, config.http.port, "http.port")
         self._watch = asyncio.create_task(self._watch_engine())
         if self._fake_peer is not None:

@@ -41,6 +41,7 @@ class StreamRecord:
     num_computed_tokens: int = 0
     arrived_at: float = 0.0
     started_at: float = 0.0
+    announced_at: float = 0.0
     ended_at: float = 0.0
 
     @property
@@ -126,7 +127,7 @@ class StreamHandler:
             record.stage = "prefill"
             await self._pump(stream, job, record)
             record.stage = "sending"
-            await stream.complete(len(stream.request.tokens), record.ended_at - record.started_at)
+            await stream.complete(len(stream.request.tokens), record.ended_at - record.announced_at)
         except EngineError as e:
             log.error("engine failed: %s", e, extra=_extra(record))
             await stream.fail(PeerEngineFailed(f"the engine of the prefill peer failed: {e}"))
@@ -144,7 +145,9 @@ class StreamHandler:
                 if isinstance(item, ChunkDone):
                     await self._chunk_done(stream, item, record)
                     continue
-                if not record.started_at:
+                if not record.announced_at:
+                    # The peer counts queueing up to here and prefill from here: the two must join.
+                    record.announced_at = _now()
                     await stream.started()
                 await self._send(stream, item)
                 if stream.staged_bytes > self.max_staged_bytes and (resume is None or resume.done()):
