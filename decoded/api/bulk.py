@@ -62,7 +62,7 @@ class Preparer:
 
     async def close(self) -> None:
         """Stop the threads and the worker."""
-        self._worker.close()
+        await self._worker.close()
         self.threads.shutdown(wait=False, cancel_futures=True)
 
     async def _read(self, request: web.Request, enter_gate: Any) -> bytes:
@@ -140,11 +140,12 @@ class BulkWorker:
                 if process is not None:
                     _kill(process)
 
-    def close(self) -> None:
-        """Kill the process, if it runs."""
-        if self._process is not None:
-            _kill(self._process)
-            self._process = None
+    async def close(self) -> None:
+        """End the process, if it runs, and wait for it."""
+        process, self._process = self._process, None
+        if process is not None:
+            _kill(process)
+            await process.wait()
 
     async def _start(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
