@@ -83,7 +83,7 @@ class RemoteRequest:
 
 @dataclass(frozen=True, slots=True)
 class TransferProgress:
-    """A snapshot of a remote prefill; two differ when anything moved. Instants are local and monotonic, 0.0 = not yet."""
+    """A snapshot of a remote prefill; two differ when anything moved. Instants are local, monotonic, 0.0 = not yet."""
 
     num_computed_tokens: int = 0
     num_queued: int = 0

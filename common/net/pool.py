@@ -1,74 +1,268 @@
-"""decoded's side: one PeerClient per configured prefilld. (Interface first; the transport follows.)"""
+"""decoded's side of the network: one PeerClient per configured prefilld keeps a session alive and asks for prefills.
+
+Puts together Dialer (links), ClientSession (rules) and RemotePrefill (one request). Decides no routes.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from time import monotonic
+
+import numpy as np
 
 from common.backend import StateSink
+from common.errors import LinkLost, LocalProtocolError, PeerDraining, PromptTooLong
+from common.net.codecs import CodecPool
+from common.net.dialer import INCOMPATIBLE_CODES, Dialer, Failure
+from common.net.ends import connection_config
+from common.net.link import Link
 from common.net.options import (
     LinkOptions,
     LocalEnd,
     PeerState,
     RemoteRequest,
-    Trace,
     TransferProgress,
     TransferReport,
+    is_loopback,
 )
+from common.net.remote import RemotePrefill
+from common.net.tcpinfo import tcp_info
+from common.wire.connection import Received
+from common.wire.frames import Target
+from common.wire.messages import Drain, HelloAck, Piece, Prefill, Status
+from common.wire.session import ClientSession, SegmentArrived, StreamEnded
 
-__all__ = ["LinkOptions", "LocalEnd", "PeerClient", "RemotePrefill", "RemoteRequest", "TransferReport"]
-
-
-class RemotePrefill:
-    """One prefill at a peer."""
-
-    @property
-    def progress(self) -> TransferProgress:
-        """A snapshot of how far it is."""
-        raise NotImplementedError
-
-    @property
-    def report(self) -> TransferReport:
-        """What arrived so far, also after a failure."""
-        raise NotImplementedError
-
-    async def wait(self) -> TransferReport:
-        """Until COMPLETE is verified. Raises PeerError or TransferError."""
-        raise NotImplementedError
-
-    async def closed(self) -> None:
-        """Until nothing of this prefill can touch the sink's memory any more (after cancel or a failure)."""
-        raise NotImplementedError
-
-    def cancel(self) -> None:
-        """The peer stops within one chunk. Idempotent."""
-        raise NotImplementedError
+__all__ = [
+    "LinkOptions",
+    "LocalEnd",
+    "PeerClient",
+    "RemotePrefill",
+    "RemoteRequest",
+    "TransferProgress",
+    "TransferReport",
+]
 
 
 class PeerClient:
-    """One configured peer: keeps a session to it alive and asks it for prefills."""
+    """One configured peer.
 
-    def __init__(
-        self, name: str, host: str, port: int, *, local: LocalEnd, options: LinkOptions, trace: Trace | None = None
-    ) -> None:
+    `state`: connecting (no session yet), ready, draining (takes nothing new), incompatible (refused for good reasons,
+    tried again slowly), down. `reason` says why it is not ready. `on_state` is called on the event loop when either
+    changed.
+    """
+
+    def __init__(self, name: str, host: str, port: int, *, local: LocalEnd, options: LinkOptions) -> None:
         self.name, self.host, self.port = name, host, port
-        self.local, self.options, self.trace = local, options, trace
+        self.local, self.options = local, options
         self.state: PeerState = "connecting"
         self.reason = "not connected yet"
-        self.num_streams = 0
         self.on_state: Callable[[PeerClient], None] | None = None
+        config = connection_config(local, options)
+        self._session = ClientSession(config.ack, local.info.layout, options.credit_bytes)
+        self._dialer = Dialer(host, port, config, options, self)
+        self._codecs = CodecPool(options.codec_threads)
+        self._prefills: dict[int, RemotePrefill] = {}
+        self._runner: asyncio.Task[None] | None = None
+        self._lease: asyncio.TimerHandle | None = None
+        self._load: dict[str, float] = {}
+        self._is_draining = False
+        self._refused_at: float | None = None
+        self._last_error = ""
+        self._is_local_error = False
+        self._num_sessions = 0
+        self._bytes = [0, 0]
+
+    @property
+    def num_streams(self) -> int:
+        """Prefills under way at this peer."""
+        return len(self._prefills)
 
     async def start(self) -> None:
         """Begin to connect; returns at once."""
-        raise NotImplementedError
+        if self.local.key is None and not is_loopback(self.host):
+            self._set("incompatible", f"{self.host} is not loopback and there is no shared key (security.key_file)")
+            return
+        self._runner = asyncio.create_task(self._dialer.run(), name=f"peer {self.name}")
 
     async def close(self) -> None:
-        """Cancel all streams, tell the peer, close the links."""
-        raise NotImplementedError
+        """Cancel all prefills, tell the peer that we leave, close the links."""
+        for prefill in list(self._prefills.values()):
+            prefill.cancel()
+        self._dialer.close("this decoded closes the session")
+        if self._runner is not None:
+            self._runner.cancel()
+            await asyncio.gather(self._runner, return_exceptions=True)
+        if self._lease is not None:
+            self._lease.cancel()
+        self._codecs.close()
+        self._set("down", "closed")
+
+    def prefill(self, request: RemoteRequest, sink: StateSink) -> RemotePrefill:
+        """Ask the peer for the state of `request.tokens` from `request.start` on; it lands in the sink.
+
+        Raises:
+            PeerDraining, LinkLost: the peer is not ready now.
+            PromptTooLong, PeerShed: its limits would refuse this.
+        """
+        if self.state == "draining":
+            raise PeerDraining(f"peer {self.name} is draining")
+        if self.state != "ready":
+            raise LinkLost(f"peer {self.name} is {self.state}: {self.reason}")
+        num_tokens = len(request.tokens)
+        if not 0 <= request.start <= num_tokens:
+            raise LocalProtocolError(f"start is {request.start}, must be 0..{num_tokens}")
+        num_bytes = self.local.info.layout.transfer_bytes(request.start, num_tokens)
+        if num_bytes > self.options.max_stream_bytes:
+            raise PromptTooLong(f"{num_bytes} bytes of state exceed max_stream_bytes {self.options.max_stream_bytes}")
+        message = Prefill(
+            request_id=request.request_id,
+            start=request.start,
+            num_tokens=num_tokens,
+            deadline_s=request.deadline_s,
+            priority=request.priority,
+            salt=request.tenant_salt,
+            codecs=request.codecs or (self.options.codec,),
+            limit=0,
+        )
+        tokens = np.asarray(request.tokens, "<u4").tobytes()
+        stream = self._session.request(message, tokens, sink.buffers, monotonic())
+        prefill = self._prefills[stream.stream_id] = RemotePrefill(self._session, stream, sink, self._codecs)
+        prefill.flush = self._flush
+        prefill.start_deadline(request.deadline_s)
+        self._flush()
+        return prefill
 
     def status(self) -> dict[str, object]:
         """What `peers` shows."""
-        raise NotImplementedError
+        peer, control = self._session.peer, self._dialer.control
+        info = tcp_info(next((link.socket() for link in self._dialer.data.values()), None))
+        return {
+            "name": self.name,
+            "address": f"{self.host}:{self.port}",
+            "state": self.state,
+            "reason": self.reason,
+            "codec": self.options.codec,
+            "num_links": (1 if control else 0) + len(self._dialer.data),
+            "num_data_links": self._dialer.num_data_links,
+            "num_streams": self.num_streams,
+            "num_sessions": self._num_sessions,
+            "rtt_s": control.connection.rtt_s if control else None,
+            "bytes_in": self._bytes[0] + sum(link.connection.bytes_in for link in self._links()),
+            "bytes_out": self._bytes[1] + sum(link.bytes_out for link in self._links()),
+            "retransmits": info.num_retransmits if info else None,
+            "delivery_bps": info.delivery_bps if info else None,
+            "peer_name": peer.name if peer else None,
+            "instance_id": peer.instance if peer else None,
+            "identity": _identity(peer) if peer else None,
+            "numerics": dict(peer.numerics) if peer else None,
+            "load": dict(self._load),
+            "last_error": self._last_error,
+            "is_local_error": self._is_local_error,
+        }
 
-    def prefill(self, request: RemoteRequest, sink: StateSink) -> RemotePrefill:
-        """Ask the peer. Raises PeerDraining or LinkLost at once when it is not ready."""
-        raise NotImplementedError
+    # ---- DialerOwner
+
+    def dial_up(self, control: Link, peer: HelloAck) -> None:
+        """A control link is open."""
+        self._num_sessions += 1
+        self._is_draining, self._refused_at, self._is_local_error = False, None, False
+        self._cancel_lease()
+        self._session.attach(peer, monotonic())
+        self._set("connecting", "no data link yet")
+        self._flush()
+
+    def dial_down(self, failure: Failure) -> None:
+        """The control link is lost, or could not be made."""
+        now = monotonic()
+        self._last_error, self._is_local_error = str(failure.error), failure.is_local
+        was_attached = self._session.is_attached
+        self._session.detach(now)
+        if was_attached:
+            self._lease = asyncio.get_running_loop().call_later(self._session.lease_s, self._expire)
+        if failure.code in INCOMPATIBLE_CODES or failure.code == "closing":
+            self._session.fail_all(LinkLost(f"peer {self.name}: {failure.error}"))
+        if not failure.is_refused:
+            self._refused_at = None
+        elif self._refused_at is None:
+            self._refused_at = now
+        elif now - self._refused_at >= self.options.gone_after_s:
+            self._session.fail_all(LinkLost(f"peer {self.name} is gone: {failure.error}"))
+        self._set("incompatible" if failure.code in INCOMPATIBLE_CODES else "down", str(failure.error))
+        self._flush()
+
+    def dial_data(self, lost: int | None) -> None:
+        """A data link opened or went."""
+        if lost is not None:
+            self._session.link_lost(lost)
+        self._update_state()
+
+    def link_received(self, link: Link, event: Received) -> None:
+        """A complete frame. Raises RemoteProtocolError."""
+        message, now = event.message, monotonic()
+        if isinstance(message, Piece):
+            if isinstance(event.payload, Target):
+                self._session.piece_arrived(event.stream_id, message, event.payload, now)
+        elif isinstance(message, Drain):
+            self._is_draining = message.is_draining
+            self._update_state()
+        elif isinstance(message, Status):
+            self._load = message.facts
+        else:
+            self._session.receive(event.stream_id, message, now)
+        self._flush()
+
+    def open_piece(self, link: Link, stream_id: int, piece: Piece, num_bytes: int) -> Target:
+        """Where a payload goes. Raises RemoteProtocolError."""
+        return self._session.open_piece(link.index, stream_id, piece, num_bytes)
+
+    # ---- inside
+
+    def _flush(self) -> None:
+        control = self._dialer.control
+        while True:
+            outbox, events = self._session.take_outbox(), self._session.events()
+            if not outbox and not events:
+                return
+            for out in outbox:
+                if control is not None and control.is_open:
+                    control.send(out.message, out.stream_id, out.payload)
+            for event in events:
+                if isinstance(event, SegmentArrived):
+                    self._prefills[event.stream.stream_id].segment_arrived(event.segment)
+                elif isinstance(event, StreamEnded):
+                    self._prefills.pop(event.stream.stream_id).ended()
+
+    def _update_state(self) -> None:
+        if self._dialer.control is None:
+            return
+        if not self._dialer.data:
+            self._set("connecting", "no data link is open")
+        elif self._is_draining:
+            self._set("draining", "the peer is draining")
+        else:
+            self._set("ready", "")
+
+    def _set(self, state: PeerState, reason: str) -> None:
+        if (state, reason) != (self.state, self.reason):
+            self.state, self.reason = state, reason
+            if self.on_state is not None:
+                self.on_state(self)
+
+    def _expire(self) -> None:
+        self._lease = None
+        self._session.expire(monotonic())
+        self._flush()
+
+    def _cancel_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+            self._lease = None
+
+    def _links(self) -> list[Link]:
+        return [*([self._dialer.control] if self._dialer.control else []), *self._dialer.data.values()]
+
+
+def _identity(peer: HelloAck) -> dict[str, object]:
+    names = ("weights", "config", "tokenizer", "layout", "block_tokens", "hash_scheme")
+    return {name: getattr(peer, name) for name in names}

@@ -1,93 +1,190 @@
-"""prefilld's side: accepts sessions and runs one handler task per requested stream. (Interface first.)"""
+"""prefilld's side of the network: listens, accepts sessions, runs one handler task per requested stream.
+
+Puts together links, ServerPeer (one per client process) and the handler the service gives. Decides nothing about
+admission: the handler accepts or refuses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
 
-from common.backend import ComputedSegment
-from common.errors import PeerError
-from common.net.options import LinkOptions, LocalEnd, PeerId, RemoteRequest, Trace
+from common.errors import LinkLost, StartupError, UnknownFrame
+from common.net.codecs import CodecPool
+from common.net.ends import connection_config
+from common.net.link import Link
+from common.net.options import LinkOptions, LocalEnd, PeerId, RemoteRequest, Trace, is_loopback
+from common.net.server_peer import Handler, ServerPeer
+from common.net.server_stream import ServerStream
+from common.wire.connection import Closed, Connection, Received
+from common.wire.frames import Target
+from common.wire.handshake import Handshake
+from common.wire.messages import HelloAck, Piece
 
-__all__ = ["LinkOptions", "LocalEnd", "PrefillServer", "ServerStream"]
-
-
-class ServerStream:
-    """One request of a decoded, as the handler sees it."""
-
-    request: RemoteRequest
-    peer: PeerId
-
-    async def accept(self, num_queued: int = 0) -> None:
-        """Tell the peer that it is queued behind `num_queued` others."""
-        raise NotImplementedError
-
-    async def refuse(self, error: PeerError) -> None:
-        """Refuse instead of accepting."""
-        raise NotImplementedError
-
-    async def started(self) -> None:
-        """The first chunk begins."""
-        raise NotImplementedError
-
-    async def progress(self, num_computed: int) -> None:
-        """Tokens [0, num_computed) are computed."""
-        raise NotImplementedError
-
-    async def send_segment(self, segment: ComputedSegment) -> None:
-        """Encode and queue; returns when queued. Buffers stay referenced until acknowledged."""
-        raise NotImplementedError
-
-    @property
-    def staged_bytes(self) -> int:
-        """Raw bytes queued or sent and not yet acknowledged."""
-        raise NotImplementedError
-
-    async def wait_staged_below(self, num_bytes: int) -> None:
-        """Until fewer raw bytes are unacknowledged and the peer is connected."""
-        raise NotImplementedError
-
-    async def complete(self, num_tokens: int, prefill_s: float) -> None:
-        """Send COMPLETE; returns when the peer verified everything."""
-        raise NotImplementedError
-
-    async def fail(self, error: PeerError) -> None:
-        """End the stream with an error the peer will raise."""
-        raise NotImplementedError
+__all__ = ["LinkOptions", "LocalEnd", "PeerId", "PrefillServer", "RemoteRequest", "ServerStream"]
+_MAX_EARLY_LINKS = 128
 
 
 class PrefillServer:
-    """Listens for decodeds."""
+    """Listens for decodeds.
+
+    `handler(stream)` runs as one task per requested stream; it is cancelled when the client cancels, leaves, or its
+    lease ends. `load()` gives the facts of Status messages, every heartbeat. `trace` is described in options.py.
+    """
 
     def __init__(
         self,
         local: LocalEnd,
         options: LinkOptions,
-        handler: Callable[[ServerStream], Awaitable[None]],
+        handler: Handler,
         *,
         load: Callable[[], Mapping[str, float]] | None = None,
         trace: Trace | None = None,
     ) -> None:
         self.local, self.options, self.handler = local, options, handler
         self.load, self.trace = load, trace
+        self.is_draining = False
+        self._config = connection_config(local, options)
+        self._codecs = CodecPool(options.codec_threads)
+        self._server: asyncio.Server | None = None
+        self._early: set[Link] = set()
+        self._peers: dict[str, ServerPeer] = {}
+        self._links: dict[Link, ServerPeer] = {}
 
     @property
     def port(self) -> int:
         """The bound port."""
-        raise NotImplementedError
+        if self._server is None or not self._server.sockets:
+            raise StartupError("the server does not listen")
+        return int(self._server.sockets[0].getsockname()[1])
 
     @property
     def sessions(self) -> list[dict[str, object]]:
-        """One dict per connected decoded, for `peers`."""
-        raise NotImplementedError
+        """One dict per client process, for `peers`."""
+        return [peer.status() for peer in self._peers.values()]
 
     async def start(self, host: str, port: int) -> None:
-        """Bind. Raises StartupError (address in use, or a non-loopback address without a key)."""
-        raise NotImplementedError
+        """Bind and listen.
+
+        Raises:
+            StartupError: the address is in use or not ours, or is not loopback while there is no shared key.
+        """
+        if self.local.key is None and not is_loopback(host):
+            raise StartupError(f"listen.host {host!r} is not loopback: a shared key (security.key_file) is needed")
+        try:
+            loop = asyncio.get_running_loop()
+            self._server = await loop.create_server(self._new_link, host, port, backlog=256)
+        except OSError as e:
+            raise StartupError(f"cannot listen on {host}:{port} (listen.host, listen.port): {e}") from e
 
     async def close(self) -> None:
-        """Cancel every stream and close every link."""
-        raise NotImplementedError
+        """Stop listening, end every stream, tell the peers and close their links."""
+        if self._server is not None:
+            self._server.close()
+        for peer in list(self._peers.values()):
+            peer.drop(LinkLost("this prefilld closes"))
+        for link in [*self._early, *self._links]:
+            if link.has_transport:
+                link.leave("this prefilld closes")
+        self._codecs.close()
+        await asyncio.sleep(0)
 
     def set_draining(self, is_draining: bool) -> None:
-        """Tell every peer; new streams are refused while draining."""
-        raise NotImplementedError
+        """Tell every peer; new streams are refused while draining, accepted ones go on."""
+        self.is_draining = is_draining
+        for peer in self._peers.values():
+            peer.set_draining(is_draining)
+
+    # ---- LinkOwner
+
+    def link_opened(self, link: Link, peer: HelloAck | None) -> None:
+        """A handshake is done."""
+        self._early.discard(link)
+        if peer is None:
+            found = self._by_session(link.connection.session)
+            if found is None:
+                link.fail(LinkLost("the session's control link is gone"))
+                return
+            self._links[link] = found
+            found.add_data(link)
+            return
+        self._retire(peer)
+        known = self._peers.get(peer.instance)
+        if known is None:
+            known = self._peers[peer.instance] = self._new_peer()
+        self._links[link] = known
+        known.attach(link, peer, is_draining=self.is_draining)
+
+    def link_received(self, link: Link, event: Received) -> None:
+        """A frame. Raises RemoteProtocolError."""
+        peer = self._links.get(link)
+        if peer is not None and link is peer.control:
+            peer.received(event)
+
+    def link_closed(self, link: Link, closed: Closed) -> None:
+        """A link is gone."""
+        self._early.discard(link)
+        peer = self._links.pop(link, None)
+        if peer is None:
+            return
+        if link is peer.control:
+            peer.detach(closed.error, has_left=closed.is_remote and closed.code == "closing")
+        else:
+            peer.lost_data(link)
+        self._sweep()
+
+    def link_writable(self, link: Link) -> None:
+        """Room in a transport's buffer."""
+        peer = self._links.get(link)
+        if peer is not None:
+            peer.pump()
+
+    # ---- inside
+
+    def _new_link(self) -> Link:
+        link = Link(self, self._make)
+        self._early.add(link)
+        return link
+
+    def _make(self, link: Link, now: float) -> Connection:
+        handshake = Handshake.server(self._config, secrets.token_bytes(32), self._find_key)
+        connection = Connection(self._config, handshake, now, _no_piece)
+        host = link.address.rsplit(":", 1)[0]
+        if len(self._early) > _MAX_EARLY_LINKS:
+            connection.fail(LinkLost(f"more than {_MAX_EARLY_LINKS} connections have not finished their handshake"))
+        elif self.local.key is None and not is_loopback(host):
+            connection.fail(LinkLost("this prefilld has no shared key and takes loopback connections only"))
+        return connection
+
+    def _find_key(self, session: bytes) -> bytes | None:
+        peer = self._by_session(session)
+        return None if peer is None else peer.session_key
+
+    def _by_session(self, session: bytes) -> ServerPeer | None:
+        return next((p for p in self._peers.values() if p.control is not None and p.session_id == session), None)
+
+    def _new_peer(self) -> ServerPeer:
+        info = self.local.info
+        peer = ServerPeer(self._config.ack, info.layout, info.vocab_size, self._codecs, self.handler, self.trace)
+        peer.load, peer.on_idle = self.load, self._sweep
+        return peer
+
+    def _retire(self, newcomer: HelloAck) -> None:
+        """A client of the same name under a new instance id was restarted: its old streams wait for nobody."""
+        for instance, peer in list(self._peers.items()):
+            known = peer.session.peer
+            is_older = known is not None and known.name == newcomer.name and instance != newcomer.instance
+            if is_older and peer.control is None:
+                peer.drop(LinkLost(f"decoded {newcomer.name} was restarted"))
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Forget client processes that have neither links nor streams."""
+        for instance, peer in list(self._peers.items()):
+            if peer.is_idle:
+                del self._peers[instance]
+
+
+def _no_piece(stream_id: int, piece: Piece, num_bytes: int) -> Target:
+    raise UnknownFrame(f"PIECE for stream {stream_id}: only the server sends them")

@@ -1,8 +1,9 @@
 """One link's protocol state without I/O: bytes in through get_buffer / buffer_updated, events and bytes to send out.
 
-Payload bytes go straight into the views that `open_piece` names. Knows the handshake, heartbeats and which frame may come
-when; knows nothing of streams, sockets or clocks (`now` is monotonic seconds). After any input call `events()` and
-`data_to_send()`, and arm one timer at `next_timer()`. Wrong bytes never raise: they end in an Error frame and a Closed event.
+Payload bytes go straight into the views that `open_piece` names. Knows the handshake, heartbeats and which frame may
+come when; knows nothing of streams, sockets or clocks (`now` is monotonic seconds). After any input the caller takes
+`events()` and `data_to_send()` and arms one timer at `next_timer()`. Wrong bytes never raise: they end in an Error
+frame and a Closed event.
 """
 
 from __future__ import annotations

@@ -1,0 +1,224 @@
+"""One TCP connection: an asyncio.BufferedProtocol around a sans-I/O Connection. Runs on uvloop and on plain asyncio.
+
+The only reader of the clock for wire/. Bytes are received straight into the views the connection names and sent by
+reference, header and payload with one write each. Knows no stream; pool.py and server.py own links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+from typing import Protocol, cast
+
+from common.errors import PdError, PeerError, RemoteProtocolError
+from common.wire.connection import Closed, Connection, Opened, Received
+from common.wire.messages import HelloAck, Message
+from common.wire.outgoing import OutPiece
+
+HIGH_WATER_BYTES = 4 << 20
+_LINGER_S = 1.0
+
+
+class LinkOwner(Protocol):
+    """Who is told what happens on a link. All calls come on the event loop."""
+
+    def link_opened(self, link: Link, peer: HelloAck | None) -> None: ...
+
+    def link_received(self, link: Link, event: Received) -> None:
+        """A complete frame. May raise RemoteProtocolError: the link is closed with that error."""
+
+    def link_closed(self, link: Link, closed: Closed) -> None:
+        """Called exactly once for each link that was made."""
+
+    def link_writable(self, link: Link) -> None: ...
+
+
+class Link(asyncio.BufferedProtocol):
+    """One link; `make` builds its Connection when the transport is there."""
+
+    def __init__(self, owner: LinkOwner, make: Callable[[Link, float], Connection]) -> None:
+        self.owner, self._make = owner, make
+        self.loop = asyncio.get_running_loop()
+        self.is_writable = True
+        self.bytes_out = 0
+        self.address = ""
+        self.on_written: Callable[[OutPiece], None] | None = None
+        self.on_lost: Callable[[], None] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._connection: Connection | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._linger: asyncio.TimerHandle | None = None
+        self._is_told = False
+        self._unwritten: deque[tuple[int, OutPiece]] = deque()
+        self._is_polling = False
+
+    @property
+    def connection(self) -> Connection:
+        """The protocol state; only after connection_made."""
+        if self._connection is None:
+            raise RuntimeError("the link has no transport yet")
+        return self._connection
+
+    @property
+    def index(self) -> int:
+        """0 is the control link."""
+        return self.connection.link
+
+    @property
+    def is_open(self) -> bool:
+        """True between handshake and close."""
+        return self._connection is not None and self._connection.is_open
+
+    @property
+    def has_transport(self) -> bool:
+        """True between connection_made and connection_lost."""
+        return self._transport is not None
+
+    def socket(self) -> socket.socket | None:
+        """The socket, for TCP_INFO."""
+        found = self._transport.get_extra_info("socket") if self._transport is not None else None
+        return found if found is not None and found.fileno() >= 0 else None
+
+    # ---- asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A transport is there: say Hello if we are the client."""
+        # uvloop's transports are not registered as asyncio.Transport.
+        self._transport = transport = cast(asyncio.Transport, transport)
+        transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        name = transport.get_extra_info("peername")
+        self.address = f"{name[0]}:{name[1]}" if name else "?"
+        self._connection = self._make(self, monotonic())
+        self.flush()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go."""
+        return self.connection.get_buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Bytes are there."""
+        self.connection.buffer_updated(nbytes, monotonic())
+        self.flush()
+
+    def eof_received(self) -> None:
+        """The peer sends no more: so do we not."""
+        self.connection.receive_eof()
+        self.flush()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The transport is gone."""
+        if self._connection is not None:
+            self._connection.receive_eof()
+            self.flush()
+        for timer in (self._timer, self._linger):
+            if timer is not None:
+                timer.cancel()
+        self._transport = None
+
+    def pause_writing(self) -> None:
+        """The transport's buffer is full."""
+        self.is_writable = False
+
+    def resume_writing(self) -> None:
+        """The transport's buffer has room again."""
+        self.is_writable = True
+        self._check_written()
+        if self.is_open:
+            self.owner.link_writable(self)
+
+    # ---- our side
+
+    def send(self, message: Message, stream_id: int = 0, payload: bytes = b"") -> None:
+        """Write a control frame."""
+        self.connection.send(message, stream_id, (payload,) if payload else (), len(payload))
+        self._write()
+
+    def send_piece(self, piece: OutPiece) -> None:
+        """Write a Piece frame by reference: its buffers must not change until they are acknowledged."""
+        self.connection.send(piece.message, piece.stream.stream_id, piece.payload(), piece.num_bytes)
+        self._write()
+        if self.on_written is not None:
+            self._unwritten.append((self.bytes_out, piece))
+            self.loop.call_soon(self._check_written)
+
+    def fail(self, error: PdError) -> None:
+        """Close with an Error frame."""
+        self.connection.fail(error)
+        self.flush()
+
+    def leave(self, reason: str) -> None:
+        """Close for good: the peer drops our streams at once."""
+        self.connection.leave(reason)
+        self.flush()
+
+    def abort(self) -> None:
+        """Drop the transport with whatever is in it."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def flush(self) -> None:
+        """Hand on events, write what is to be sent, arm the timer."""
+        connection = self.connection
+        while events := connection.events():
+            for event in events:
+                try:
+                    self._dispatch(event)
+                except (RemoteProtocolError, PeerError) as e:
+                    connection.fail(e)
+        self._write()
+        self._arm()
+
+    def _dispatch(self, event: Opened | Received | Closed) -> None:
+        if isinstance(event, Received):
+            self.owner.link_received(self, event)
+        elif isinstance(event, Opened):
+            self.owner.link_opened(self, event.peer)
+        elif not self._is_told:
+            self._is_told = True
+            self.owner.link_closed(self, event)
+
+    def _write(self) -> None:
+        out = self.connection.data_to_send()
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        for data in out:
+            self.bytes_out += len(data)
+            transport.write(data)
+        if not self.connection.is_open and self._is_told:
+            # A peer that does not read must not keep the socket.
+            transport.close()
+            self._linger = self._linger or self.loop.call_later(_LINGER_S, transport.abort)
+
+    def _arm(self) -> None:
+        due = self.connection.next_timer() if self._transport is not None else None
+        if self._timer is not None and (due is None or due < self._timer.when()):
+            self._timer.cancel()
+            self._timer = None
+        if due is not None and self._timer is None:
+            self._timer = self.loop.call_at(due, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.connection.handle_timer(monotonic())
+        self.flush()
+
+    def _check_written(self) -> None:
+        """Report pieces whose last byte has left for the kernel."""
+        waiting = self._transport.get_write_buffer_size() if self._transport is not None else 0
+        while self._unwritten and self._unwritten[0][0] <= self.bytes_out - waiting:
+            _, piece = self._unwritten.popleft()
+            if self.on_written is not None:
+                self.on_written(piece)
+        if self._unwritten and not self._is_polling and self._transport is not None:
+            self._is_polling = True
+            self.loop.call_later(0.001, self._poll_written)
+
+    def _poll_written(self) -> None:
+        self._is_polling = False
+        self._check_written()

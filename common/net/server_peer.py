@@ -1,0 +1,248 @@
+"""One decoded as prefilld's network sees it: its links, its session, and a handler task for each of its streams.
+
+Lives from the first handshake of a client process until its lease is over. Stripes pieces over whichever data link has
+room. Made by PrefillServer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from time import monotonic
+
+from common.errors import LinkLost, PdError, PeerEngineFailed, PeerError
+from common.layout import StateLayout
+from common.net.codecs import CodecPool
+from common.net.link import Link
+from common.net.options import PeerId, Trace
+from common.net.server_stream import ServerStream, StreamPort
+from common.net.tcpinfo import tcp_info
+from common.wire.connection import Received
+from common.wire.messages import Drain, HelloAck, Status
+from common.wire.outgoing import OutPiece, SendStream
+from common.wire.serving import ServerSession
+from common.wire.session import SegmentAcked, StreamEnded, StreamRequested
+from common.wire.tables import Phase
+
+log = logging.getLogger(__name__)
+Handler = Callable[[ServerStream], Awaitable[None]]
+
+
+class ServerPeer:
+    """One client process."""
+
+    def __init__(
+        self,
+        ours: HelloAck,
+        layout: StateLayout,
+        vocab_size: int,
+        codecs: CodecPool,
+        handler: Handler,
+        trace: Trace | None,
+    ) -> None:
+        self.ours, self.layout, self.codecs, self.handler, self.trace = ours, layout, codecs, handler, trace
+        self.session = ServerSession(ours, vocab_size, lambda: secrets.token_bytes(16))
+        self.session_id = b""
+        self.session_key: bytes | None = None
+        self.control: Link | None = None
+        self.data: dict[int, Link] = {}
+        self.load: Callable[[], Mapping[str, float]] | None = None
+        self.on_idle: Callable[[], None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._streams: dict[SendStream, tuple[ServerStream, asyncio.Task[None]]] = {}
+        self._lease: asyncio.TimerHandle | None = None
+        self._status: asyncio.TimerHandle | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """No link and no stream: nothing to keep."""
+        return self.control is None and not self._streams and not self.session.streams
+
+    # ---- links
+
+    def attach(self, control: Link, peer: HelloAck, *, is_draining: bool) -> None:
+        """A control link of this client is open; an older one is replaced."""
+        if self.control is not None:
+            self.detach(LinkLost("the client opened another control link"))
+        if self._lease is not None:
+            self._lease.cancel()
+        self.control = control
+        self.session_id, self.session_key = control.connection.session, control.connection.handshake.session_key
+        self.session.attach(peer)
+        self.set_draining(is_draining)
+        self._send_status()
+        self.flush()
+
+    def detach(self, error: PdError, *, has_left: bool = False) -> None:
+        """The control link is lost; streams wait for the lease, unless the client said that it leaves."""
+        control, self.control, self.session_key = self.control, None, None
+        self.session.detach(monotonic())
+        if has_left:
+            self.session.drop(LinkLost(f"the client left: {error}"))
+        for link in [*self.data.values(), *([control] if control else [])]:
+            link.fail(LinkLost("the control link of this session is gone"))
+        if self._status is not None:
+            self._status.cancel()
+        if self.session.streams:
+            self._lease = self._loop.call_later(self.session.lease_s, self._expire)
+        self.flush()
+
+    def add_data(self, link: Link) -> None:
+        """A data link joined."""
+        older = self.data.get(link.index)
+        if older is not None:
+            older.fail(LinkLost("the client opened this data link again"))
+        self.data[link.index] = link
+        if self.trace is not None:
+            link.on_written = self._written
+        self.flush()
+
+    def lost_data(self, link: Link) -> None:
+        """A data link is gone: what it carried goes over the others."""
+        if self.data.get(link.index) is link:
+            del self.data[link.index]
+            self.session.link_lost(link.index)
+            self.flush()
+
+    def received(self, event: Received) -> None:
+        """A frame of the control link. Raises RemoteProtocolError."""
+        payload = event.payload if isinstance(event.payload, bytearray) else None
+        self.session.receive(event.stream_id, event.message, payload)
+        self.flush()
+
+    def set_draining(self, is_draining: bool) -> None:
+        """Tell the client, when there is something to tell."""
+        was_draining, self.session.is_draining = self.session.is_draining, is_draining
+        if self.control is not None and self.control.is_open and (is_draining or was_draining):
+            self.control.send(Drain(is_draining))
+
+    def drop(self, error: LinkLost) -> None:
+        """End every stream without a word (the server closes, or the client was replaced)."""
+        self.session.drop(error)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write messages, hand on events, fill the links."""
+        while True:
+            outbox, events = self.session.take_outbox(), self.session.events()
+            if not outbox and not events:
+                break
+            for out in outbox:
+                if self.control is not None and self.control.is_open:
+                    self.control.send(out.message, out.stream_id, out.payload)
+            for event in events:
+                if isinstance(event, StreamRequested):
+                    self._start(event.stream)
+                elif isinstance(event, SegmentAcked):
+                    self._acked(event)
+                elif isinstance(event, StreamEnded) and isinstance(event.stream, SendStream):
+                    self._ended(event.stream)
+        self.pump()
+
+    def pump(self) -> None:
+        """Give every data link with room a piece, in turn, until there is none."""
+        links = [link for link in self.data.values() if link.is_writable and link.is_open]
+        while links:
+            for link in list(links):
+                piece = self.session.next_piece(link.index)
+                if piece is None:
+                    return
+                link.send_piece(piece)
+                if not link.is_writable:
+                    links.remove(link)
+
+    def status(self) -> dict[str, object]:
+        """What `peers` shows."""
+        peer, control = self.session.peer, self.control
+        links = [*([control] if control else []), *self.data.values()]
+        info = tcp_info(next((link.socket() for link in self.data.values()), None))
+        return {
+            "name": peer.name if peer else "?",
+            "instance_id": peer.instance if peer else "?",
+            "address": control.address if control else "",
+            "state": "ready" if control else "detached",
+            "numerics": dict(peer.numerics) if peer else {},
+            "num_links": len(links),
+            "num_streams": len(self._streams),
+            "staged_bytes": sum(s.staged_bytes for s in self._streams),
+            "rtt_s": control.connection.rtt_s if control else None,
+            "bytes_in": sum(link.connection.bytes_in for link in links),
+            "bytes_out": sum(link.bytes_out for link in links),
+            "retransmits": info.num_retransmits if info else None,
+            "delivery_bps": info.delivery_bps if info else None,
+        }
+
+    # ---- streams
+
+    def _start(self, stream: SendStream) -> None:
+        peer = self.session.peer
+        if peer is None:
+            raise RuntimeError("a stream without a peer")
+        port = StreamPort(
+            layout=self.layout,
+            codecs=self.codecs,
+            piece_bytes=min(self.ours.max_piece_bytes, peer.max_piece_bytes),
+            max_segment_bytes=min(self.ours.max_segment_bytes, peer.max_segment_bytes),
+            new_handle=self.session.new_handle,
+            settle=self._settle,
+            trace=self.trace,
+        )
+        address = self.control.address if self.control else ""
+        served = ServerStream(stream, PeerId(peer.name, peer.instance, address), port)
+        task = self._loop.create_task(self._run(served), name=f"stream {peer.name}/{stream.stream_id}")
+        self._streams[stream] = (served, task)
+        task.add_done_callback(lambda t: self._done(stream, served, t))
+
+    async def _run(self, served: ServerStream) -> None:
+        await self.handler(served)
+
+    def _settle(self, stream: SendStream) -> None:
+        self.session.settle(stream)
+        self.flush()
+
+    def _ended(self, stream: SendStream) -> None:
+        served, task = self._streams[stream]
+        served.changed()
+        is_own_doing = task is asyncio.current_task() or stream.phase is Phase.DONE
+        if not is_own_doing and not (served.is_completing and isinstance(stream.error, LinkLost)):
+            task.cancel(str(stream.error))
+
+    def _done(self, stream: SendStream, served: ServerStream, task: asyncio.Task[None]) -> None:
+        """The handler returned, raised or was cancelled."""
+        self._streams.pop(stream, None)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, PdError):
+            log.error("the handler of stream %s failed", task.get_name(), exc_info=error)
+        elif error is not None and not stream.is_over:
+            log.warning("stream %s: %s", task.get_name(), error)
+        if not stream.is_over:
+            if not isinstance(error, PeerError):
+                error = PeerEngineFailed(f"the request ended early at the prefill peer: {error or 'no reason given'}")
+            stream.fail(error)
+            self._settle(stream)
+        if self.is_idle and self.on_idle is not None:
+            self.on_idle()
+
+    def _acked(self, event: SegmentAcked) -> None:
+        entry = self._streams.get(event.stream)
+        if entry is not None:
+            entry[0].acked(event.segment)
+            entry[0].changed()
+
+    def _written(self, piece: OutPiece) -> None:
+        entry = self._streams.get(piece.stream)
+        if entry is not None:
+            entry[0].written(piece.segment, piece.message.offset, piece.num_bytes)
+
+    def _expire(self) -> None:
+        self._lease = None
+        self.session.expire(monotonic())
+        self.flush()
+
+    def _send_status(self) -> None:
+        if self.control is not None and self.control.is_open:
+            if self.load is not None:
+                self.control.send(Status({name: float(value) for name, value in self.load().items()}))
+            self._status = self._loop.call_later(self.ours.heartbeat_s, self._send_status)

@@ -1,0 +1,192 @@
+"""One request of a decoded as prefilld's handler sees it: accept, send segments, complete, or fail.
+
+Encodes in worker threads and cuts segments to the negotiated size. The rules are in wire/outgoing.py; links are
+ServerPeer's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+
+import numpy as np
+
+from common.backend import ComputedSegment
+from common.errors import LinkLost, LocalProtocolError, PeerError
+from common.layout import StateLayout
+from common.net.codecs import CodecPool
+from common.net.options import PeerId, RemoteRequest, Trace
+from common.net.split import split_segment
+from common.wire.codec import CODECS, element_runs
+from common.wire.outgoing import OutSegment, SendStream
+from common.wire.tables import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPort:
+    """What a ServerStream needs from its peer's session; the sizes are the negotiated ones."""
+
+    layout: StateLayout
+    codecs: CodecPool
+    piece_bytes: int
+    max_segment_bytes: int
+    new_handle: Callable[[], bytes]
+    settle: Callable[[SendStream], None]
+    trace: Trace | None
+
+
+class ServerStream:
+    """One request. Every method raises PeerCancelled or LinkLost once the stream is over.
+
+    `request` holds the tokens [0, n-1) and where to start; `peer` says who asks.
+    """
+
+    def __init__(self, stream: SendStream, peer: PeerId, port: StreamPort) -> None:
+        prefill = stream.prefill
+        self.peer = peer
+        self.request = RemoteRequest(
+            request_id=prefill.request_id,
+            tokens=tuple(np.frombuffer(stream.tokens, "<u4").tolist()),
+            start=prefill.start,
+            deadline_s=prefill.deadline_s,
+            priority=prefill.priority,
+            tenant_salt=prefill.salt,
+            codecs=prefill.codecs,
+        )
+        self.codec = next((c for c in prefill.codecs if c in CODECS), "raw")
+        self._stream, self._port = stream, port
+        self._loop = asyncio.get_running_loop()
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._over = asyncio.Event()
+        self.is_completing = False
+
+    @property
+    def staged_bytes(self) -> int:
+        """Raw bytes queued or sent and not acknowledged."""
+        return self._stream.staged_bytes
+
+    @property
+    def is_attached(self) -> bool:
+        """False while the peer's control link is lost and after the end."""
+        return self._stream.is_attached
+
+    @property
+    def is_over(self) -> bool:
+        """True after Complete was acknowledged, a failure, a cancel or the end of the lease."""
+        return self._stream.is_over
+
+    async def accept(self, num_queued: int = 0) -> None:
+        """Tell the peer that it is queued behind `num_queued` others."""
+        self._check()
+        self._stream.accept(self._port.new_handle(), num_queued, monotonic())
+        self._port.settle(self._stream)
+
+    async def refuse(self, error: PeerError) -> None:
+        """Refuse instead of accepting; ends the stream."""
+        self._check()
+        self._stream.refuse(error)
+        self._port.settle(self._stream)
+
+    async def started(self) -> None:
+        """The first chunk begins."""
+        self._check()
+        self._stream.start(monotonic())
+        self._port.settle(self._stream)
+
+    async def progress(self, num_computed: int) -> None:
+        """Tokens [0, num_computed) are computed and their segments were queued."""
+        self._check()
+        self._stream.progress(num_computed)
+        self._port.settle(self._stream)
+
+    async def send_segment(self, segment: ComputedSegment) -> None:
+        """Encode and queue; returns when queued. The buffers stay referenced until the peer acknowledges.
+
+        Raises:
+            LocalProtocolError: the buffers do not have the size of these rows and layers.
+        """
+        port = self._port
+        self._trace("segment_ready", start=segment.start, stop=segment.stop, layers=segment.layers)
+        for part in split_segment(port.layout, segment, port.max_segment_bytes):
+            self._check()
+            runs = element_runs(port.layout, part.start, part.stop, part.layers)
+            encoded = await port.codecs.encode(self.codec, part.buffers, runs)
+            self._check()
+            raw_bytes = sum(n for n, _ in runs)
+            queued = self._stream.add_segment(
+                (part.start, part.stop), part.layers, raw_bytes, encoded, port.piece_bytes
+            )
+            self._trace("segment_encoded", segment=queued)
+            port.settle(self._stream)
+
+    async def wait_staged_below(self, num_bytes: int) -> None:
+        """Until fewer raw bytes than that are unacknowledged and the peer is connected."""
+        while self._check() and (self._stream.staged_bytes >= num_bytes or not self._stream.is_attached):
+            waiter: asyncio.Future[None] = self._loop.create_future()
+            self._waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.discard(waiter)
+
+    async def complete(self, num_tokens: int, prefill_s: float) -> None:
+        """Send COMPLETE; returns when the peer verified everything.
+
+        Raises:
+            LinkLost: the lease ended before that.
+            PeerCancelled: the peer does not want it any more.
+        """
+        self._check()
+        self._stream.complete(num_tokens, prefill_s)
+        self.is_completing = True
+        self._port.settle(self._stream)
+        await self._over.wait()
+        if self._stream.phase is not Phase.DONE:
+            self._check()
+
+    async def fail(self, error: PeerError) -> None:
+        """End the stream with an error that the peer raises. Nothing happens when it is over already."""
+        if not self._stream.is_over:
+            self._stream.fail(error)
+            self._port.settle(self._stream)
+
+    # ---- called by ServerPeer
+
+    def changed(self) -> None:
+        """Acknowledged, attached or over: look again."""
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        if self._stream.is_over:
+            self._over.set()
+
+    def acked(self, segment: OutSegment) -> None:
+        """The peer has this segment."""
+        self._trace("segment_acked", segment=segment)
+
+    def written(self, segment: OutSegment, offset: int, num_bytes: int) -> None:
+        """A piece's last byte is on the socket."""
+        self._trace("piece_written", segment=segment, offset=offset, num_bytes=num_bytes)
+
+    def _check(self) -> bool:
+        if self._stream.is_over:
+            error: PeerError | LinkLost | None = self._stream.error
+            raise error or LocalProtocolError(f"stream {self._stream.stream_id} is complete")
+        return True
+
+    def _trace(self, event: str, *, segment: OutSegment | None = None, **fields: object) -> None:
+        if self._port.trace is None:
+            return
+        if segment is not None:
+            head = segment.head
+            fields |= {
+                "no": head.no,
+                "start": head.start,
+                "stop": head.stop,
+                "layers": head.layers,
+                "raw_bytes": head.raw,
+                "encoded_bytes": head.encoded,
+            }
+        self._port.trace(event, now=monotonic(), request_id=self.request.request_id, **fields)

@@ -1,0 +1,202 @@
+"""Segment codecs `raw` and `zstd` (lossless, byte planes): buffers in, encoded parts out, and back into buffers.
+
+Element sizes come from the layout (`element_runs`). A plane that does not compress is stored; a segment that does not
+shrink stays `raw`, so nothing ever grows. Decoding believes no length before it is checked. A Codec belongs to one
+thread at a time; numpy, zstd and xxh3 release the GIL. Knows no stream; called by net/ from worker threads.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from common.errors import BadMessage, LocalProtocolError
+from common.layout import DTYPE_BYTES, StateLayout
+from common.wire.digest import segment_digest
+
+CODECS = ("raw", "zstd")
+MAX_BLOCK_BYTES = 4 << 20
+_BLOCK_BYTES = 1 << 20
+_SAMPLE_BYTES = 4096
+_BLOCK = struct.Struct(">IB")
+_PLANE = struct.Struct(">BI")
+_STORED, _ZSTD = 0, 1
+_WORTHWHILE = 0.96
+
+Part = bytes | memoryview
+Run = tuple[int, int]
+"""(bytes, element size) of a stretch of raw bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A segment ready to be sent. `parts` refer to the caller's buffers where nothing had to change."""
+
+    codec: str
+    parts: tuple[memoryview, ...]
+    num_bytes: int
+    digest: bytes
+
+
+def element_runs(layout: StateLayout, start: int, stop: int, layers: Sequence[int]) -> list[Run]:
+    """Stretches of equal element size in a segment's raw bytes, in order; empty ones left out."""
+    runs: list[Run] = []
+    for n in layers:
+        spec = layout.states[n]
+        rows = stop - start if spec.is_rows else 1
+        for tensor in spec.tensors:
+            num_bytes, width = rows * tensor.row_bytes, DTYPE_BYTES[tensor.dtype]
+            if runs and runs[-1][1] == width:
+                runs[-1] = (runs[-1][0] + num_bytes, width)
+            elif num_bytes:
+                runs.append((num_bytes, width))
+    return runs
+
+
+class Codec:
+    """Encoder and decoder with their zstd contexts; not to be used by two threads at once."""
+
+    def __init__(self) -> None:
+        self._compressor = zstandard.ZstdCompressor(level=1, write_content_size=True, write_checksum=False)
+        self._decompressor = zstandard.ZstdDecompressor()
+
+    def encode(self, codec: str, buffers: Sequence[memoryview], runs: Sequence[Run]) -> Encoded:
+        """Encode a segment's buffers with `codec`, or as `raw` when that is not larger.
+
+        Raises:
+            LocalProtocolError: the buffers do not have the size of the runs, or a codec we do not know.
+        """
+        raw = tuple(_flat(b) for b in buffers)
+        raw_bytes = sum(b.nbytes for b in raw)
+        if raw_bytes != sum(n for n, _ in runs):
+            raise LocalProtocolError(f"the segment's buffers hold {raw_bytes} bytes, the layout says {runs}")
+        if codec == "zstd":
+            parts = [memoryview(p) for p in self._blocks(raw, runs)]
+            num_bytes = sum(p.nbytes for p in parts)
+            if num_bytes < raw_bytes:
+                return Encoded("zstd", tuple(parts), num_bytes, segment_digest(parts))
+        elif codec != "raw":
+            raise LocalProtocolError(f"codec {codec!r} is not one of {CODECS}")
+        return Encoded("raw", raw, raw_bytes, segment_digest(raw))
+
+    def decode(self, encoded: memoryview, out: Sequence[memoryview], runs: Sequence[Run]) -> None:
+        """Decode `zstd` bytes into the writable buffers of the segment.
+
+        Raises:
+            BadMessage: the bytes are not what the encoder makes for these runs; `out` may be partly written.
+            LocalProtocolError: `out` does not have the size of the runs.
+        """
+        views = [_flat(b) for b in out]
+        if sum(v.nbytes for v in views) != sum(n for n, _ in runs):
+            raise LocalProtocolError(f"the sink's buffers hold {sum(v.nbytes for v in views)} bytes, not {runs}")
+        cursor, at = _Cursor(views), 0
+        for run_bytes, width in runs:
+            left = run_bytes
+            while left:
+                raw_len, at = self._decode_block(encoded, at, cursor, width, left)
+                left -= raw_len
+        if at != len(encoded):
+            raise BadMessage(f"zstd: {len(encoded) - at} bytes behind the last block")
+
+    def _blocks(self, raw: Sequence[memoryview], runs: Sequence[Run]) -> Iterator[Part]:
+        cursor = _Cursor(raw)
+        for run_bytes, width in runs:
+            block_bytes = _BLOCK_BYTES // width * width
+            for begin in range(0, run_bytes, block_bytes):
+                yield from self._block(cursor, min(block_bytes, run_bytes - begin), width)
+
+    def _block(self, cursor: _Cursor, num_bytes: int, width: int) -> list[Part]:
+        planes = np.empty((width, num_bytes // width), np.uint8)
+        at = 0
+        for view in cursor.take(num_bytes, width):
+            num = len(view) // width
+            planes[:, at : at + num] = np.frombuffer(view, np.uint8).reshape(num, width).T
+            at += num
+        head, body = [_BLOCK.pack(num_bytes, width)], []
+        for plane in planes:
+            method, part = self._plane(plane.data)
+            head.append(_PLANE.pack(method, len(part)))
+            body.append(part)
+        return [b"".join(head), *body]
+
+    def _plane(self, plane: memoryview) -> tuple[int, Part]:
+        if len(plane) > 8 * _SAMPLE_BYTES:
+            middle = len(plane) // 2
+            sample = self._compressor.compress(plane[middle : middle + _SAMPLE_BYTES])
+            if len(sample) > _WORTHWHILE * _SAMPLE_BYTES:
+                return _STORED, plane
+        packed: bytes = self._compressor.compress(plane)
+        return (_ZSTD, packed) if len(packed) < _WORTHWHILE * len(plane) else (_STORED, plane)
+
+    def _decode_block(self, data: memoryview, at: int, cursor: _Cursor, width: int, most: int) -> tuple[int, int]:
+        """Decode the block at `at` of at most `most` raw bytes; answers (raw bytes, offset behind it)."""
+        head_bytes = _BLOCK.size + width * _PLANE.size
+        if len(data) - at < head_bytes:
+            raise BadMessage(f"zstd: the bytes end inside a block header at {at}")
+        raw_len, stated = _BLOCK.unpack_from(data, at)
+        if stated != width or raw_len % width or not 0 < raw_len <= min(most, MAX_BLOCK_BYTES):
+            raise BadMessage(f"zstd: block of {raw_len} bytes, width {stated}; must be 1..{most} of width {width}")
+        heads = [_PLANE.unpack_from(data, at + _BLOCK.size + p * _PLANE.size) for p in range(width)]
+        at += head_bytes
+        planes = []
+        for method, length in heads:
+            if length > len(data) - at:
+                raise BadMessage(f"zstd: a plane of {length} bytes at {at} passes the end at {len(data)}")
+            planes.append(self._decode_plane(method, data[at : at + length], raw_len // width))
+            at += length
+        done = 0
+        for view in cursor.take(raw_len, width):
+            num = len(view) // width
+            rows = np.frombuffer(view, np.uint8).reshape(num, width)
+            for p, plane in enumerate(planes):
+                rows[:, p] = plane[done : done + num]
+            done += num
+        return raw_len, at
+
+    def _decode_plane(self, method: int, data: memoryview, num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        if method == _STORED:
+            if len(data) != num_bytes:
+                raise BadMessage(f"zstd: a stored plane of {len(data)} bytes, must be {num_bytes}")
+            return np.frombuffer(data, np.uint8)
+        if method != _ZSTD:
+            raise BadMessage(f"zstd: plane method {method} is not known")
+        try:
+            stated = zstandard.get_frame_parameters(data).content_size
+            if stated != num_bytes:
+                raise BadMessage(f"zstd: a frame that states {stated} bytes, must be {num_bytes}")
+            plain = self._decompressor.decompress(data, max_output_size=num_bytes, allow_extra_data=False)
+        except zstandard.ZstdError as e:
+            raise BadMessage(f"zstd: a plane of {len(data)} bytes is not one frame: {e}") from None
+        if len(plain) != num_bytes:
+            raise BadMessage(f"zstd: a frame of {len(plain)} bytes, must be {num_bytes}")
+        return np.frombuffer(plain, np.uint8)
+
+
+class _Cursor:
+    """Walks over buffers as if they were one."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views, self._index, self._at = views, 0, 0
+
+    def take(self, num_bytes: int, width: int) -> Iterator[memoryview]:
+        """The next `num_bytes` as slices, each a whole number of elements."""
+        while num_bytes:
+            view = self._views[self._index]
+            if self._at == len(view):
+                self._index, self._at = self._index + 1, 0
+                continue
+            part = view[self._at : self._at + num_bytes]
+            if len(part) % width:
+                raise LocalProtocolError(f"a buffer of {len(view)} bytes cuts an element of {width} bytes")
+            self._at += len(part)
+            num_bytes -= len(part)
+            yield part
+
+
+def _flat(buffer: memoryview) -> memoryview:
+    return buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")

@@ -1,0 +1,192 @@
+"""prefilld's streams for one client process, without I/O; they outlive control links (lease, Resume).
+
+Messages in, events out; pieces are pulled with `next_piece(link)`, one stream after another; after each call on a
+SendStream the caller runs `settle(stream)`. Knows no socket, clock, thread or codec. Called by net/server.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from common.errors import (
+    BadMessage,
+    LinkLost,
+    PeerCancelled,
+    PeerDraining,
+    PeerError,
+    PeerShed,
+    PromptTooLong,
+    StaleHandle,
+    UnknownFrame,
+)
+from common.wire.messages import Ack, Cancel, Credit, HelloAck, Message, Prefill, Refused, Resume, Resumed
+from common.wire.outgoing import OutPiece, OutSegment, SendStream
+from common.wire.session import Event, Out, SegmentAcked, StreamEnded, StreamRequested
+from common.wire.tables import Attach
+
+
+class ServerSession:
+    """All streams of one client process. `new_handle` draws 16 random bytes."""
+
+    def __init__(self, ours: HelloAck, vocab_size: int, new_handle: Callable[[], bytes]) -> None:
+        self.ours, self.vocab_size, self.new_handle = ours, vocab_size, new_handle
+        self.peer: HelloAck | None = None
+        self.is_attached = self.is_draining = False
+        self.detached_at = 0.0
+        self.streams: dict[int, SendStream] = {}
+        self._turns: deque[int] = deque()
+        self._last_id = 0
+        self._outbox: list[Out] = []
+        self._events: list[Event] = []
+
+    @property
+    def lease_s(self) -> float:
+        """How long detached streams live."""
+        return min(self.ours.lease_s, self.peer.lease_s if self.peer is not None else self.ours.lease_s)
+
+    def take_outbox(self) -> list[Out]:
+        """Messages for the control link since the last call."""
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    def events(self) -> list[Event]:
+        """What happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    # ---- control link
+
+    def attach(self, peer: HelloAck) -> None:
+        """A handshake is done; detached streams wait for their Resume."""
+        self.peer, self.is_attached = peer, True
+
+    def detach(self, now: float) -> None:
+        """The control link is lost."""
+        if self.is_attached:
+            self.is_attached, self.detached_at = False, now
+        self._outbox.clear()
+        for stream in list(self.streams.values()):
+            stream.detach()
+            if stream.is_over:
+                stream.error = stream.error or PeerCancelled("the control link was lost before the stream was accepted")
+            self.settle(stream)
+
+    def expire(self, now: float) -> None:
+        """End detached streams whose lease is over."""
+        if not self.is_attached and self.streams and now >= self.detached_at + self.lease_s:
+            self.drop(LinkLost(f"the peer did not come back within the lease of {self.lease_s:g} s"))
+
+    def drop(self, error: PeerError | LinkLost) -> None:
+        """End every stream without a word: the peer left, or its lease is over."""
+        for stream in list(self.streams.values()):
+            stream.cancel(error)
+            self.settle(stream)
+
+    def link_lost(self, link: int) -> None:
+        """A data link is lost; what it carried and is not acknowledged is queued again."""
+        for stream in self.streams.values():
+            stream.link_lost(link)
+
+    # ---- streams
+
+    def receive(self, stream_id: int, message: Message, payload: bytearray | None) -> None:
+        """A control message of the client. Raises RemoteProtocolError."""
+        if isinstance(message, Prefill):
+            self._on_prefill(stream_id, message, payload if payload is not None else bytearray())
+            return
+        if isinstance(message, Resumed):
+            self._on_resumed()
+            return
+        if stream_id > self._last_id:
+            raise UnknownFrame(f"{message.type.name} for stream {stream_id}, the last one asked for is {self._last_id}")
+        stream = self.streams.get(stream_id)
+        if isinstance(message, Resume):
+            self._on_resume(stream_id, stream, message)
+        elif stream is None:
+            return
+        elif not stream.is_attached:
+            raise UnknownFrame(f"{message.type.name} for stream {stream_id} before its Resume")
+        elif isinstance(message, Ack):
+            self._freed(stream, stream.on_ack(message))
+        elif isinstance(message, Credit):
+            stream.on_credit(message.limit)
+        elif isinstance(message, Cancel):
+            stream.on_cancel(PeerCancelled(f"the client cancelled: {message.message}"))
+        if stream is not None:
+            self.settle(stream)
+
+    def settle(self, stream: SendStream) -> None:
+        """After any call on a stream: take its messages, and announce its end once."""
+        messages, stream.outbox = stream.outbox, []
+        if self.is_attached:
+            self._outbox.extend(Out(stream.stream_id, m) for m in messages)
+        if stream.is_over and self.streams.get(stream.stream_id) is stream:
+            del self.streams[stream.stream_id]
+            self._events.append(StreamEnded(stream))
+
+    def next_piece(self, link: int) -> OutPiece | None:
+        """The next piece for that link, streams in turn; None when nothing may be sent."""
+        for _ in range(len(self._turns)):
+            stream = self.streams.get(self._turns[0])
+            if stream is None:
+                self._turns.popleft()
+                continue
+            self._turns.rotate(-1)
+            piece = stream.next_piece(link)
+            if piece is not None:
+                return piece
+        return None
+
+    def _on_prefill(self, stream_id: int, prefill: Prefill, tokens: bytearray) -> None:
+        before = self.streams.get(stream_id)
+        if before is not None and before.attach is Attach.ATTACHED:
+            raise BadMessage(f"PREFILL: stream {stream_id} is in use")
+        if before is not None:
+            before.cancel(PeerCancelled("the client asked again: it had not heard that the stream was accepted"))
+            self.settle(before)
+        if prefill.start > prefill.num_tokens:
+            raise BadMessage(f"PREFILL.start is {prefill.start}, must be 0..{prefill.num_tokens}")
+        if tokens and int(np.frombuffer(tokens, "<u4").max()) >= self.vocab_size:
+            raise BadMessage(f"PREFILL: a token id is not below the vocabulary size {self.vocab_size}")
+        self._last_id = max(self._last_id, stream_id)
+        stream = SendStream(stream_id, prefill, tokens)
+        refusal = self._refusal(prefill)
+        if refusal is not None:
+            stream.refuse(refusal)
+            self._outbox.extend(Out(stream_id, m) for m in stream.outbox)
+            return
+        self.streams[stream_id] = stream
+        self._turns.append(stream_id)
+        self._events.append(StreamRequested(stream))
+
+    def _refusal(self, prefill: Prefill) -> PeerError | None:
+        most = self.ours.max_prompt_tokens
+        if self.is_draining:
+            return PeerDraining("this prefilld is draining and takes no new streams")
+        if prefill.num_tokens > most:
+            return PromptTooLong(f"{prefill.num_tokens} tokens exceed max_prompt_tokens {most}")
+        if len(self.streams) >= self.ours.max_streams:
+            return PeerShed(f"{len(self.streams)} streams are open, the limit is {self.ours.max_streams}", 1.0)
+        return None
+
+    def _on_resume(self, stream_id: int, stream: SendStream | None, resume: Resume) -> None:
+        if stream is not None and stream.attach is Attach.ATTACHED:
+            raise BadMessage(f"RESUME: stream {stream_id} has a control link")
+        proof = (resume.handle, resume.request_id, resume.token_hash)
+        if stream is None or proof != (stream.handle, stream.prefill.request_id, stream.token_hash):
+            error = StaleHandle(f"the handle of stream {stream_id} was used, has expired or is for another request")
+            self._outbox.append(Out(stream_id, Refused(error.wire_code, str(error), None)))
+            return
+        self._freed(stream, stream.on_resume(resume, self.new_handle()))
+
+    def _on_resumed(self) -> None:
+        for stream in list(self.streams.values()):
+            if stream.attach is Attach.DETACHED:
+                stream.cancel(PeerCancelled("the client came back without this stream"))
+                self.settle(stream)
+
+    def _freed(self, stream: SendStream, segments: list[OutSegment]) -> None:
+        self._events.extend(SegmentAcked(stream, s) for s in segments)

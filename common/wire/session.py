@@ -1,0 +1,248 @@
+"""decoded's streams at one peer process, without I/O; they outlive control links (lease, Resume).
+
+Messages and pieces in, events out; what must be sent on the control link gathers in `take_outbox()`. Knows no socket,
+clock, thread or codec. prefilld's end is serving.py; both share Out and the events here. Called by net/pool.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from common.errors import (
+    LinkLost,
+    PdError,
+    PeerCancelled,
+    PeerError,
+    PeerShed,
+    PromptTooLong,
+    UnknownFrame,
+)
+from common.layout import StateLayout
+from common.wire.credit import CreditPool
+from common.wire.frames import Target
+from common.wire.incoming import InSegment, PieceContext, ReceiveStream, SinkBuffers, StreamLimits, discarding
+from common.wire.messages import (
+    Ack,
+    Cancel,
+    Credit,
+    HelloAck,
+    Message,
+    Piece,
+    Prefill,
+    Resumed,
+)
+from common.wire.outgoing import OutSegment, SendStream
+from common.wire.tables import Do, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Out:
+    """One message for the control link."""
+
+    stream_id: int
+    message: Message
+    payload: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentArrived:
+    """All pieces are there: verify, decode, then call `segment_landed` or `fail`."""
+
+    stream: ReceiveStream
+    segment: InSegment
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnded:
+    """A stream reached a final phase; `stream.error` is None when it is DONE."""
+
+    stream: ReceiveStream | SendStream
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRequested:
+    """A client asks; accept, refuse or fail it."""
+
+    stream: SendStream
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentAcked:
+    """The client has this segment; its buffers are free."""
+
+    stream: SendStream
+    segment: OutSegment
+
+
+Event = SegmentArrived | StreamEnded | StreamRequested | SegmentAcked
+
+
+class ClientSession:
+    """decoded's streams at one peer process."""
+
+    def __init__(self, ours: HelloAck, layout: StateLayout, credit_bytes: int) -> None:
+        self.ours, self.layout, self.credit_bytes = ours, layout, credit_bytes
+        self.peer: HelloAck | None = None
+        self.is_attached = False
+        self.detached_at = 0.0
+        self.streams: dict[int, ReceiveStream] = {}
+        self._credit = CreditPool(credit_bytes, ours.max_segment_bytes)
+        self._last_id = 0
+        self._outbox: list[Out] = []
+        self._events: list[Event] = []
+
+    @property
+    def lease_s(self) -> float:
+        """How long detached streams live."""
+        return min(self.ours.lease_s, self.peer.lease_s if self.peer is not None else self.ours.lease_s)
+
+    def take_outbox(self) -> list[Out]:
+        """Messages for the control link since the last call."""
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    def events(self) -> list[Event]:
+        """What happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    # ---- control link
+
+    def attach(self, peer: HelloAck, now: float) -> None:
+        """A handshake is done. Streams go on if it is the same process, else they fail at once."""
+        if self.peer is not None and self.peer.instance != peer.instance:
+            self.fail_all(LinkLost(f"peer {peer.name} was restarted: it is another process now"))
+        self.peer, self.is_attached = peer, True
+        self._credit.reserve_bytes = min(self.ours.max_segment_bytes, peer.max_segment_bytes)
+        for stream in list(self.streams.values()):
+            if stream.phase is Phase.IDLE:
+                self._credit.close(stream.stream_id)
+                self._request(stream, now)
+            else:
+                self._outbox.append(Out(stream.stream_id, stream.resume()))
+        self._outbox.append(Out(0, Resumed()))
+
+    def detach(self, now: float) -> None:
+        """The control link is lost."""
+        if self.is_attached:
+            self.is_attached, self.detached_at = False, now
+        self._outbox.clear()
+        for stream in self.streams.values():
+            stream.detach()
+
+    def expire(self, now: float) -> None:
+        """Fail detached streams whose lease is over."""
+        if not self.is_attached and self.streams and now >= self.detached_at + self.lease_s:
+            self.fail_all(LinkLost(f"the session did not come back within the lease of {self.lease_s:g} s"))
+
+    def fail_all(self, error: PdError) -> None:
+        """Every stream ends with this error."""
+        for stream in list(self.streams.values()):
+            self.fail(stream, error)
+
+    def link_lost(self, link: int) -> None:
+        """A data link is lost; its half pieces come again on another."""
+        for stream in self.streams.values():
+            stream.link_lost(link)
+
+    # ---- streams
+
+    def request(self, prefill: Prefill, tokens: bytes, sink_buffers: SinkBuffers, now: float) -> ReceiveStream:
+        """Ask for a prefill; `prefill.limit` is filled in here.
+
+        Raises:
+            LinkLost: there is no control link.
+            PromptTooLong: the peer's limit would refuse it.
+            PeerShed: the peer's limit of streams is reached.
+        """
+        peer = self.peer
+        if peer is None or not self.is_attached:
+            raise LinkLost("there is no session with this peer at the moment")
+        most = min(peer.max_prompt_tokens, self.ours.max_prompt_tokens)
+        if prefill.num_tokens > most:
+            raise PromptTooLong(f"{prefill.num_tokens} tokens exceed what peer {peer.name} takes: {most}")
+        if len(self.streams) >= peer.max_streams:
+            raise PeerShed(f"{len(self.streams)} streams are open at peer {peer.name}, its limit is {peer.max_streams}")
+        self._last_id += 1
+        limits = StreamLimits(
+            min(self.ours.max_piece_bytes, peer.max_piece_bytes),
+            min(self.ours.max_segment_bytes, peer.max_segment_bytes),
+        )
+        stream = ReceiveStream(self._last_id, prefill, tokens, self.layout, limits, sink_buffers)
+        self.streams[stream.stream_id] = stream
+        self._request(stream, now)
+        return stream
+
+    def receive(self, stream_id: int, message: Message, now: float) -> None:
+        """A control message of a stream. Raises RemoteProtocolError."""
+        stream = self._find(stream_id, message)
+        if stream is not None:
+            stream.receive(message, now)
+            self._settle(stream)
+
+    def open_piece(self, link: int, stream_id: int, piece: Piece, num_bytes: int) -> Target:
+        """Where a Piece's payload goes. Raises RemoteProtocolError before anything is reserved."""
+        stream = self._find(stream_id, piece)
+        return discarding(num_bytes) if stream is None else stream.open_piece(piece, num_bytes, link)
+
+    def piece_arrived(self, stream_id: int, piece: Piece, target: Target, now: float) -> None:
+        """A Piece's payload is complete."""
+        stream = self.streams.get(stream_id)
+        if stream is None:
+            return
+        if isinstance(target.context, PieceContext) and target.context.stream is not stream:
+            return
+        segment = stream.piece_arrived(target, now)
+        if segment is not None:
+            self._events.append(SegmentArrived(stream, segment))
+        elif stream.was_landed(target, piece):
+            self._say(stream, Ack((piece.no,), stream.limit, False))
+
+    def segment_landed(self, stream: ReceiveStream, segment: InSegment, now: float) -> bool:
+        """The segment's bytes were verified and are in place: acknowledge. False when nobody wants it any more."""
+        if not stream.landed(segment, now):
+            return False
+        stream.limit = self._credit.landed(stream.stream_id, segment.head.encoded)
+        self._say(stream, Ack((segment.head.no,), stream.limit, False))
+        self._settle(stream)
+        return True
+
+    def fail(self, stream: ReceiveStream, error: PdError) -> None:
+        """End a stream for a reason of ours and tell the peer."""
+        stream.fail(error)
+        self._settle(stream)
+
+    def cancel(self, stream: ReceiveStream) -> None:
+        """The request is not wanted any more."""
+        stream.fail(PeerCancelled("the request was cancelled at this end"), Do.CANCEL)
+        self._settle(stream)
+
+    def _request(self, stream: ReceiveStream, now: float) -> None:
+        stream.limit = self._credit.open(stream.stream_id)
+        stream.prefill = replace(stream.prefill, limit=stream.limit)
+        stream.request(now)
+        self._outbox.append(Out(stream.stream_id, stream.prefill, stream.tokens))
+
+    def _find(self, stream_id: int, message: Message) -> ReceiveStream | None:
+        if stream_id > self._last_id:
+            raise UnknownFrame(f"{message.type.name} for stream {stream_id}, the last one asked for is {self._last_id}")
+        return self.streams.get(stream_id)
+
+    def _settle(self, stream: ReceiveStream) -> None:
+        """After any input: when the stream is over, tell the peer and the caller once, and hand on its credit."""
+        if not stream.is_over or self.streams.pop(stream.stream_id, None) is None:
+            return
+        if stream.phase is Phase.DONE:
+            self._say(stream, Ack((), stream.limit, True))
+        elif stream.phase is Phase.CANCELLED or not isinstance(stream.error, PeerError):
+            code = "cancelled" if stream.error is None else stream.error.code
+            self._say(stream, Cancel(code[:32], str(stream.error).encode()[:1000].decode(errors="ignore")))
+        self._credit.close(stream.stream_id)
+        for stream_id, limit in self._credit.refresh().items():
+            self.streams[stream_id].limit = limit
+            self._say(self.streams[stream_id], Credit(limit))
+        self._events.append(StreamEnded(stream))
+
+    def _say(self, stream: ReceiveStream, message: Message) -> None:
+        if self.is_attached:
+            self._outbox.append(Out(stream.stream_id, message))
