@@ -1,7 +1,7 @@
 """One TCP connection: an asyncio.BufferedProtocol around a sans-I/O Connection. Runs on uvloop and on plain asyncio.
 
-The only reader of the clock for wire/. Bytes are received straight into the views the connection names and sent by
-reference, header and payload with one write each. Knows no stream; pool.py and server.py own links.
+The only reader of the clock for wire/ and net/. Bytes are received straight into the views the connection names and
+sent by reference, header and payload with one write each. Knows no stream; pool.py and server.py own links.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from common.wire.outgoing import OutPiece
 
 HIGH_WATER_BYTES = 4 << 20
 _LINGER_S = 1.0
+
+
+def now() -> float:
+    """Monotonic seconds; finer than the loop's own clock, which stands still within one iteration."""
+    return monotonic()
 
 
 class LinkOwner(Protocol):
@@ -93,7 +98,7 @@ class Link(asyncio.BufferedProtocol):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         name = transport.get_extra_info("peername")
         self.address = f"{name[0]}:{name[1]}" if name else "?"
-        self._connection = self._make(self, monotonic())
+        self._connection = self._make(self, now())
         self.flush()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -102,7 +107,7 @@ class Link(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Bytes are there."""
-        self.connection.buffer_updated(nbytes, monotonic())
+        self.connection.buffer_updated(nbytes, now())
         self.flush()
 
     def eof_received(self) -> None:
@@ -205,7 +210,7 @@ class Link(asyncio.BufferedProtocol):
 
     def _on_timer(self) -> None:
         self._timer = None
-        self.connection.handle_timer(monotonic())
+        self.connection.handle_timer(now())
         self.flush()
 
     def _check_written(self) -> None:

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from time import monotonic
-
-import numpy as np
 
 from common.backend import StateSink
 from common.errors import LinkLost, LocalProtocolError, PeerDraining, PromptTooLong
 from common.net.codecs import CodecPool
 from common.net.dialer import INCOMPATIBLE_CODES, Dialer, Failure
 from common.net.ends import connection_config
-from common.net.link import Link
+from common.net.link import Link, now
 from common.net.options import (
     LinkOptions,
     LocalEnd,
     PeerState,
     RemoteRequest,
+    Trace,
     TransferProgress,
     TransferReport,
     is_loopback,
@@ -32,6 +30,7 @@ from common.wire.connection import Received
 from common.wire.frames import Target
 from common.wire.messages import Drain, HelloAck, Piece, Prefill, Status
 from common.wire.session import ClientSession, SegmentArrived, StreamEnded
+from common.wire.tokens import pack_tokens
 
 __all__ = [
     "LinkOptions",
@@ -42,6 +41,8 @@ __all__ = [
     "TransferProgress",
     "TransferReport",
 ]
+_EXPIRE_AGAIN_S = 0.02
+"""The loop's clock is coarser than ours, so that the timer may come a moment too early."""
 
 
 class PeerClient:
@@ -52,9 +53,11 @@ class PeerClient:
     changed.
     """
 
-    def __init__(self, name: str, host: str, port: int, *, local: LocalEnd, options: LinkOptions) -> None:
+    def __init__(
+        self, name: str, host: str, port: int, *, local: LocalEnd, options: LinkOptions, trace: Trace | None = None
+    ) -> None:
         self.name, self.host, self.port = name, host, port
-        self.local, self.options = local, options
+        self.local, self.options, self.trace = local, options, trace
         self.state: PeerState = "connecting"
         self.reason = "not connected yet"
         self.on_state: Callable[[PeerClient], None] | None = None
@@ -125,10 +128,10 @@ class PeerClient:
             codecs=request.codecs or (self.options.codec,),
             limit=0,
         )
-        tokens = np.asarray(request.tokens, "<u4").tobytes()
-        stream = self._session.request(message, tokens, sink.buffers, monotonic())
+        tokens = pack_tokens(request.tokens)
+        stream = self._session.request(message, tokens, sink.buffers, now())
         prefill = self._prefills[stream.stream_id] = RemotePrefill(self._session, stream, sink, self._codecs)
-        prefill.flush = self._flush
+        prefill.flush, prefill.trace = self._flush, self.trace
         prefill.start_deadline(request.deadline_s)
         self._flush()
         return prefill
@@ -168,16 +171,16 @@ class PeerClient:
         self._num_sessions += 1
         self._is_draining, self._refused_at, self._is_local_error = False, None, False
         self._cancel_lease()
-        self._session.attach(peer, monotonic())
+        self._session.attach(peer, now())
         self._set("connecting", "no data link yet")
         self._flush()
 
     def dial_down(self, failure: Failure) -> None:
         """The control link is lost, or could not be made."""
-        now = monotonic()
+        at = now()
         self._last_error, self._is_local_error = str(failure.error), failure.is_local
         was_attached = self._session.is_attached
-        self._session.detach(now)
+        self._session.detach(at)
         if was_attached:
             self._lease = asyncio.get_running_loop().call_later(self._session.lease_s, self._expire)
         if failure.code in INCOMPATIBLE_CODES or failure.code == "closing":
@@ -185,8 +188,8 @@ class PeerClient:
         if not failure.is_refused:
             self._refused_at = None
         elif self._refused_at is None:
-            self._refused_at = now
-        elif now - self._refused_at >= self.options.gone_after_s:
+            self._refused_at = at
+        elif at - self._refused_at >= self.options.gone_after_s:
             self._session.fail_all(LinkLost(f"peer {self.name} is gone: {failure.error}"))
         self._set("incompatible" if failure.code in INCOMPATIBLE_CODES else "down", str(failure.error))
         self._flush()
@@ -199,17 +202,17 @@ class PeerClient:
 
     def link_received(self, link: Link, event: Received) -> None:
         """A complete frame. Raises RemoteProtocolError."""
-        message, now = event.message, monotonic()
+        message = event.message
         if isinstance(message, Piece):
             if isinstance(event.payload, Target):
-                self._session.piece_arrived(event.stream_id, message, event.payload, now)
+                self._session.piece_arrived(event.stream_id, message, event.payload, now())
         elif isinstance(message, Drain):
             self._is_draining = message.is_draining
             self._update_state()
         elif isinstance(message, Status):
             self._load = message.facts
         else:
-            self._session.receive(event.stream_id, message, now)
+            self._session.receive(event.stream_id, message, now())
         self._flush()
 
     def open_piece(self, link: Link, stream_id: int, piece: Piece, num_bytes: int) -> Target:
@@ -251,8 +254,10 @@ class PeerClient:
 
     def _expire(self) -> None:
         self._lease = None
-        self._session.expire(monotonic())
+        self._session.expire(now())
         self._flush()
+        if not self._session.is_attached and self._prefills:
+            self._lease = asyncio.get_running_loop().call_later(_EXPIRE_AGAIN_S, self._expire)
 
     def _cancel_lease(self) -> None:
         if self._lease is not None:

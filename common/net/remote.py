@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import asdict
-from time import monotonic
 
 from common.backend import StateSink
 from common.errors import ChecksumMismatch, PdError, RemoteProtocolError, TransferIncomplete, TransferTimeout
 from common.net.codecs import CodecPool
-from common.net.options import TransferProgress, TransferReport
+from common.net.link import now
+from common.net.options import Trace, TransferProgress, TransferReport
 from common.wire.codec import element_runs
 from common.wire.incoming import InSegment, ReceiveStream
 from common.wire.session import ClientSession
@@ -28,6 +28,7 @@ class RemotePrefill:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
+        self.trace: Trace | None = None
         self.flush: Callable[[], None] = _nothing
 
     @property
@@ -134,7 +135,9 @@ class RemotePrefill:
         else:
             if stream.wants(segment):
                 self._sink.landed(head.start, head.stop, head.layers)
-                self._session.segment_landed(stream, segment, monotonic())
+                self._session.segment_landed(stream, segment, now())
+                if self.trace is not None:
+                    self.trace("segment_landed", now=now(), request_id=self.request_id, no=head.no, layers=head.layers)
         self.flush()
 
     def _task_done(self, task: asyncio.Task[None]) -> None:

@@ -10,12 +10,11 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from time import monotonic
 
 from common.errors import LinkLost, PdError, PeerEngineFailed, PeerError
 from common.layout import StateLayout
 from common.net.codecs import CodecPool
-from common.net.link import Link
+from common.net.link import Link, now
 from common.net.options import PeerId, Trace
 from common.net.server_stream import ServerStream, StreamPort
 from common.net.tcpinfo import tcp_info
@@ -26,6 +25,8 @@ from common.wire.serving import ServerSession
 from common.wire.session import SegmentAcked, StreamEnded, StreamRequested
 from common.wire.tables import Phase
 
+_EXPIRE_AGAIN_S = 0.02
+"""The loop's clock is coarser than ours, so that the timer may come a moment too early."""
 log = logging.getLogger(__name__)
 Handler = Callable[[ServerStream], Awaitable[None]]
 
@@ -78,7 +79,7 @@ class ServerPeer:
     def detach(self, error: PdError, *, has_left: bool = False) -> None:
         """The control link is lost; streams wait for the lease, unless the client said that it leaves."""
         control, self.control, self.session_key = self.control, None, None
-        self.session.detach(monotonic())
+        self.session.detach(now())
         if has_left:
             self.session.drop(LinkLost(f"the client left: {error}"))
         for link in [*self.data.values(), *([control] if control else [])]:
@@ -238,8 +239,10 @@ class ServerPeer:
 
     def _expire(self) -> None:
         self._lease = None
-        self.session.expire(monotonic())
+        self.session.expire(now())
         self.flush()
+        if self.control is None and self.session.streams:
+            self._lease = self._loop.call_later(_EXPIRE_AGAIN_S, self._expire)
 
     def _send_status(self) -> None:
         if self.control is not None and self.control.is_open:

@@ -9,19 +9,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import monotonic
-
-import numpy as np
 
 from common.backend import ComputedSegment
 from common.errors import LinkLost, LocalProtocolError, PeerError
 from common.layout import StateLayout
 from common.net.codecs import CodecPool
+from common.net.link import now
 from common.net.options import PeerId, RemoteRequest, Trace
 from common.net.split import split_segment
 from common.wire.codec import CODECS, element_runs
 from common.wire.outgoing import OutSegment, SendStream
 from common.wire.tables import Phase
+from common.wire.tokens import unpack_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class ServerStream:
         self.peer = peer
         self.request = RemoteRequest(
             request_id=prefill.request_id,
-            tokens=tuple(np.frombuffer(stream.tokens, "<u4").tolist()),
+            tokens=unpack_tokens(stream.tokens),
             start=prefill.start,
             deadline_s=prefill.deadline_s,
             priority=prefill.priority,
@@ -80,7 +79,7 @@ class ServerStream:
     async def accept(self, num_queued: int = 0) -> None:
         """Tell the peer that it is queued behind `num_queued` others."""
         self._check()
-        self._stream.accept(self._port.new_handle(), num_queued, monotonic())
+        self._stream.accept(self._port.new_handle(), num_queued, now())
         self._port.settle(self._stream)
 
     async def refuse(self, error: PeerError) -> None:
@@ -92,7 +91,7 @@ class ServerStream:
     async def started(self) -> None:
         """The first chunk begins."""
         self._check()
-        self._stream.start(monotonic())
+        self._stream.start(now())
         self._port.settle(self._stream)
 
     async def progress(self, num_computed: int) -> None:
@@ -189,4 +188,4 @@ class ServerStream:
                 "raw_bytes": head.raw,
                 "encoded_bytes": head.encoded,
             }
-        self._port.trace(event, now=monotonic(), request_id=self.request.request_id, **fields)
+        self._port.trace(event, now=now(), request_id=self.request.request_id, **fields)

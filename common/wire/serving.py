@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
-
 from common.errors import (
     BadMessage,
     LinkLost,
@@ -26,6 +24,7 @@ from common.wire.messages import Ack, Cancel, Credit, HelloAck, Message, Prefill
 from common.wire.outgoing import OutPiece, OutSegment, SendStream
 from common.wire.session import Event, Out, SegmentAcked, StreamEnded, StreamRequested
 from common.wire.tables import Attach
+from common.wire.tokens import largest_token
 
 
 class ServerSession:
@@ -149,7 +148,7 @@ class ServerSession:
             self.settle(before)
         if prefill.start > prefill.num_tokens:
             raise BadMessage(f"PREFILL.start is {prefill.start}, must be 0..{prefill.num_tokens}")
-        if tokens and int(np.frombuffer(tokens, "<u4").max()) >= self.vocab_size:
+        if largest_token(tokens) >= self.vocab_size:
             raise BadMessage(f"PREFILL: a token id is not below the vocabulary size {self.vocab_size}")
         self._last_id = max(self._last_id, stream_id)
         stream = SendStream(stream_id, prefill, tokens)
