@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 HEADER = struct.Struct("<IQ")  # length of the JSON part, length of the raw part
-_NUM_THREADS = 2
+_NUM_THREADS = 4
 
 
 class Preparer:

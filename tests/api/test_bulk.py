@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 import time
 
 import pytest
@@ -87,7 +88,7 @@ for _ in range(3):
         print(error.code, error.read().decode(), flush=True)
 """
     client = await asyncio.create_subprocess_exec(
-        *("python", "-c", script, server.url + "/v1/completions"),
+        *(sys.executable, "-c", script, server.url + "/v1/completions"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -127,7 +128,7 @@ for _ in range(3):
     assert sorted(gaps)[int(0.99 * len(gaps))] < 0.1
 
 
-async def test_a_dead_worker_is_a_503_and_is_replaced(monkeypatch):
+async def test_a_dead_worker_is_a_503_and_is_replaced():
     worker = BulkWorker("")
     head = {"kind": "completions", "limits": {}}
     limits = {"model": "m", "vocab_size": 256, "max_context": 64, "default_max_tokens": 4, "max_prompts": 1}
@@ -197,8 +198,7 @@ async def test_too_many_large_bodies_are_shed_at_once(serve):
 
 async def test_a_body_that_never_ends_is_given_up(serve):
     server = await serve(body_timeout_s=0.1)
-    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    reader = _
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
     )

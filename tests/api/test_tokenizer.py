@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +16,6 @@ from common.errors import InvalidRequest, StartupError
 from decoded.chat_template import ChatTemplate
 from decoded.tokenizer import PromptOverContext, Tokenizer
 
-MODELS = ("smollm2-135m-instruct", "gemma3-270m")
 TEXTS = [
     "Hello, world!",
     " two  spaces\n\n\tand a tab ",
@@ -46,20 +43,12 @@ EXTENDED_TEMPLATE = """{%- set ns = namespace(last='') -%}{{ bos_token }}{% for 
 {% if add_generation_prompt %}<assistant>{% endif %}"""
 
 
-def model_dir(name: str) -> Path:
-    home = Path(os.environ.get("PRFAAS_HOME") or Path.home() / ".cache" / "prfaas")
-    path = home / "models" / name
-    if not (path / "tokenizer.json").is_file():
-        pytest.skip(f"{name} is not there: make model MODEL={name}")
-    return path
-
-
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=["smollm2_dir", "gemma3_dir"])
 def pair(request):
     """Our tokenizer and transformers' for the same directory."""
     from transformers import AutoTokenizer
 
-    path = model_dir(request.param)
+    path = request.getfixturevalue(request.param)
     return Tokenizer.load(path), AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
