@@ -5,12 +5,11 @@ Pure. The first chunk of a choice carries the role.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from decoded.api.choices import Choice, Delta, LogprobEntry
 from decoded.api.fanout import Fanout
-from decoded.api.shapes import Head, answer, event, spell_logprob, usage
+from decoded.api.shapes import Head, answer, event, spell, spell_logprob, usage
 from decoded.tokenizer import Tokenizer
 
 
@@ -26,9 +25,9 @@ class ChatShape:
             "model": head.model,
         }
         self._base = {**self._whole_base, "object": "chat.completion.chunk"}
-        start = json.dumps(self._base, ensure_ascii=False)[:-1]
-        self._start = f'data: {start}, "choices": [{{"index": '
-        self._end = "}], " + '"usage": null}\n\n' if head.has_usage_field else "}]}\n\n"
+        start = spell(self._base)[:-1]
+        self._start = f'data: {start},"choices":[{{"index":'
+        self._end = "}]," + '"usage":null}\n\n' if head.has_usage_field else "}]}\n\n"
         self._has_usage_field = head.has_usage_field
 
     def opening(self, choice: Choice) -> bytes:
@@ -36,8 +35,8 @@ class ChatShape:
 
     def chunk(self, choice: Choice, delta: Delta, prfaas: Any = None) -> bytes:
         if prfaas is None and not delta.entries and delta.finish is None:  # the common case, once per token: no dicts
-            text = json.dumps(delta.text, ensure_ascii=False)
-            fields = f'{choice.index}, "delta": {{"content": {text}}}, "logprobs": null, "finish_reason": null'
+            text = spell(delta.text)
+            fields = f'{choice.index},"delta":{{"content":{text}}},"logprobs":null,"finish_reason":null'
             return (self._start + fields + self._end).encode()
         return self._event(choice, {"content": delta.text} if delta.text else {}, delta, prfaas)
 

@@ -5,12 +5,11 @@ Pure. A token that is not whole characters by itself is spelt "bytes:\\xNN..." a
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from decoded.api.choices import Choice, Delta, LogprobEntry
 from decoded.api.fanout import Fanout
-from decoded.api.shapes import Head, answer, event, spell_logprob, usage
+from decoded.api.shapes import Head, answer, event, spell, spell_logprob, usage
 from decoded.tokenizer import Tokenizer
 
 
@@ -25,9 +24,9 @@ class CompletionShape:
             "created": head.created,
             "model": head.model,
         }
-        start = json.dumps(self._base, ensure_ascii=False)[:-1]
-        self._start = f'data: {start}, "choices": [{{"index": '
-        self._end = "}], " + '"usage": null}\n\n' if head.has_usage_field else "}]}\n\n"
+        start = spell(self._base)[:-1]
+        self._start = f'data: {start},"choices":[{{"index":'
+        self._end = "}]," + '"usage":null}\n\n' if head.has_usage_field else "}]}\n\n"
         self._has_usage_field = head.has_usage_field
 
     def opening(self, choice: Choice) -> bytes:
@@ -36,8 +35,8 @@ class CompletionShape:
     def chunk(self, choice: Choice, delta: Delta, prfaas: Any = None) -> bytes:
         if prfaas is None and not delta.entries:  # the common case, once per token: no dicts
             finish = "null" if delta.finish is None else f'"{delta.finish}"'
-            text = json.dumps(delta.text, ensure_ascii=False)
-            fields = f'{choice.index}, "text": {text}, "logprobs": null, "finish_reason": {finish}'
+            text = spell(delta.text)
+            fields = f'{choice.index},"text":{text},"logprobs":null,"finish_reason":{finish}'
             return (self._start + fields + self._end).encode()
         chunk: dict[str, Any] = {**self._base, "choices": [self._choice(choice, delta)]}
         if self._has_usage_field:

@@ -14,7 +14,9 @@ from common.request import RequestReport
 from decoded.api.choices import Choice, Delta
 from decoded.api.fanout import Fanout
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _LOWEST_LOGPROB = -9999.0
+_LINE_ENDS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +50,15 @@ def event(data: dict[str, Any]) -> bytes:
     return b"data: " + dumps(data) + b"\n\n"
 
 
+def spell(data: Any) -> str:
+    """Compact JSON. Characters beyond ASCII stay as they are, but for those that many SSE readers take as line ends."""
+    text = _ENCODER.encode(data)
+    return text if text.isascii() else text.translate(_LINE_ENDS)
+
+
 def dumps(data: Any) -> bytes:
     """Compact JSON in UTF-8."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+    return spell(data).encode()
 
 
 def answer(base: dict[str, Any], choices: Iterable[dict[str, Any]], fanout: Fanout, prfaas: Any) -> bytes:

@@ -295,6 +295,18 @@ async def test_error_after_a_comment_is_an_event(serve, read_events):
     assert comments and len(events) == 1 and events[0]["error"]["code"] == "no_peer"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_line_ends_in_text_are_no_line_ends_of_the_stream(serve, saying, read_events, path):
+    text = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\r\nh\u00e9"
+    server = await serve(saying(text))
+    body = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    async with server.session.post(path, json={**body, "stream": True}) as response:
+        raw = (await response.read()).decode()
+    assert all(line == "" or line.startswith("data: ") for line in raw.splitlines())  # splits at all of them
+    chunks = [json.loads(line[6:])["choices"][0] for line in raw.splitlines() if line.startswith("data: {")]
+    assert "".join(c.get("text") or c.get("delta", {}).get("content", "") for c in chunks) == text
+
+
 async def test_slow_clients_get_larger_deltas(serve, spell):
     """Far more events than the sockets take: text gathers in the choice and arrives in fewer events, complete."""
     num_tokens = 40_000

@@ -178,6 +178,15 @@ async def test_wrong_methods_and_paths(serve):
         assert response.status == 404 and (await response.json())["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("path", [b"/\xff\xfe", b"/%ff", b"/v1/models/%ed%a0%80", b"//v1/models", b"/v1/models/a%00b"])
+async def test_strange_paths(serve, path):
+    server = await serve()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\nX-Prfaas-Route: \xff\r\nConnection: close\r\n\r\n")
+    assert (await reader.readline()).split()[1] in (b"400", b"404")
+    writer.close()
+
+
 async def test_arrival_is_stamped_before_the_body_is_read(serve):
     server = await serve()
 
