@@ -238,8 +238,10 @@ class LocalGeneration:
     async def _outputs(self) -> AsyncIterator[TokenOutput | PromptLogprobs]:
         while (item := await self._queue.get()) is not None:
             if isinstance(item, RequestFailed | EngineDead):
+                self._queue.put_nowait(item)
                 raise item
             yield item
+        self._queue.put_nowait(None)
 
     def _end_if_done(self) -> None:
         if not self._open_choices:
@@ -325,8 +327,11 @@ class LocalPrefill:
     async def _items(self) -> AsyncIterator[ComputedSegment | ChunkDone]:
         while (item := await self._queue.get()) is not None:
             if isinstance(item, RequestFailed | EngineDead):
+                self._queue.put_nowait(item)
                 raise item
             yield item
+        # Whoever asks again gets the same end, at once.
+        self._queue.put_nowait(None)
 
     def _finish(self, last: RequestFailed | EngineDead | None) -> None:
         if self in self._backend._owners:
