@@ -101,6 +101,9 @@ def encode(source: Source, params: Params, limits: Limits, tokenizer: Tokenizer)
         raise _too_long(error, params, limits, name) from error
     if not ids:
         raise RequestRefused("The prompt has no tokens; at least 1 is needed.", name, "invalid_value")
+    if max(ids) >= limits.vocab_size:  # tokenizers may know tokens (of images, say) that the weights do not have
+        message = f"The prompt has token id {max(ids)}; this model's ids end at {limits.vocab_size - 1}."
+        raise RequestRefused(message, name, "invalid_value")
     return Prompt(tuple(ids), text, num_added) if params.echo else Prompt(tuple(ids))
 
 

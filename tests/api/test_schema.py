@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -232,6 +233,12 @@ PROMPTS = [
 @pytest.mark.parametrize(("prompt", "message"), PROMPTS, ids=[json.dumps(p)[:30] for p, _ in PROMPTS])
 def test_bad_prompts(prompt, message):
     assert message in str(refusal(prompt=prompt))
+
+
+def test_tokens_that_the_model_does_not_have():
+    small = replace(LIMITS, vocab_size=100)
+    with pytest.raises(InvalidRequest, match="id 120; this model's ids end at 99"):
+        prepare("completions", b'{"prompt": "ax"}', small, TOKENIZER)
 
 
 def test_prompts_times_n_is_bounded():
