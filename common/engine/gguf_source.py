@@ -8,6 +8,7 @@ Called by the importer.
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 from common.errors import StartupError
 
 MAGIC = b"GGUF"
-FLOAT32_BYTES = 4
+# What the readers of the format raise when a file is cut short or its fields make no sense.
+MALFORMED = (ValueError, LookupError, TypeError, OSError, OverflowError, MemoryError, struct.error)
 
 
 def is_gguf(path: Path) -> bool:
@@ -52,7 +54,7 @@ def _read_config(path: Path) -> Any:
         raise StartupError(
             f"Importing a GGUF file needs the extra `gguf`: pip install 'prfaas[gguf]' ({error})."
         ) from None
-    except (ValueError, KeyError, IndexError, OSError, TypeError) as error:
+    except MALFORMED as error:
         raise StartupError(f"{path} cannot be imported: {_one_line(error)}.") from error
     return config
 
@@ -64,7 +66,7 @@ def _read_tensors(path: Path, config: Any) -> dict[str, Any]:
     try:
         reader: Any = modeling_gguf_pytorch_utils
         loaded = reader.load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=_empty_model(path, config))
-    except (ValueError, KeyError, IndexError, NotImplementedError) as error:
+    except (*MALFORMED, NotImplementedError) as error:
         raise StartupError(f"{path} cannot be imported: {_one_line(error)}.") from error
     tensors: dict[str, Any] = loaded["tensors"]
     return tensors
@@ -119,7 +121,7 @@ def _write_tokenizer(path: Path, staging: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(
             str(path.parent), gguf_file=path.name, local_files_only=True, trust_remote_code=False
         )
-    except (ValueError, KeyError, OSError, TypeError) as error:
+    except MALFORMED as error:
         raise StartupError(f"{path}: its tokenizer cannot be imported: {_one_line(error)}.") from error
     tokenizer.save_pretrained(staging)
     _tidy_tokenizer_config(staging / "tokenizer_config.json")

@@ -77,7 +77,9 @@ def load_model(
 
 def _load_weights(path: Path, dtype: torch.dtype, attn_implementation: str) -> Any:
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # standard error belongs to the log
     auto_class: Any = AutoModelForCausalLM
     try:
         model, report = auto_class.from_pretrained(
