@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -210,4 +211,5 @@ class ActiveRequest:
 
 
 def _now() -> float:
-    return asyncio.get_running_loop().time()
+    # Not loop.time(): uvloop's has a resolution of 1 ms and stands still within an iteration.
+    return time.monotonic()

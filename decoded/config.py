@@ -51,6 +51,9 @@ class HttpConfig(Section):
     )
     default_max_tokens: int = key(2048, "Output tokens of a request that names no limit.", ge=1)
     max_body_bytes: Size = key(32 * MIB, "Longest request body.", ge=1 * KIB, le=1 * GIB)
+    max_bulk_bodies: int = key(
+        8, "Bodies above 512 KiB taken in at the same time; each may be max_body_bytes long.", ge=1, le=1024
+    )
     sse_comment: Duration = key(
         2.0,
         "A stream silent for so long gets a comment, so that proxies keep it open and dead clients show.",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -186,7 +187,7 @@ class Dispatcher:
         if not self.active:
             return 0.0
         oldest = min(a.arrived_at for a in self.active.values())
-        return asyncio.get_running_loop().time() - max(oldest, self.last_output_at, stats.last_progress_at)
+        return time.monotonic() - max(oldest, self.last_output_at, stats.last_progress_at)
 
     def _count_refusal(self, gate: str) -> None:
         self.metrics.shed.labels(gate).inc()

@@ -1,14 +1,16 @@
 """`decoded --fake-peer RATE,RTT`: a pretended prefilld in this process behind an emulated link, to bench decoded alone.
 
 It speaks the real protocol over a real loopback socket and sends state of the right shape at the link's speed. The
-state is zeros, so the tokens made from it mean nothing.
+state is noise (which no codec shrinks), so the tokens made from it mean nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
 from collections.abc import Iterator
+from functools import cache
 
 from common.backend import ComputedSegment
 from common.daemon import FakePeer
@@ -48,18 +50,22 @@ class FakePrefilld:
         num_tokens = len(stream.request.tokens)
         await stream.accept()
         await stream.started()
-        began = time.monotonic()
-        for segment in zero_segments(self._layout, stream.request.start, num_tokens):
+        for segment in noise_segments(self._layout, stream.request.start, num_tokens):
             await stream.send_segment(segment)
             await stream.wait_staged_below(64 << 20)
         await stream.progress(num_tokens)
-        await stream.complete(num_tokens, time.monotonic() - began)
+        await stream.complete(num_tokens, prefill_s=0.0)
 
 
-def zero_segments(layout: StateLayout, start: int, stop: int) -> Iterator[ComputedSegment]:
+def noise_segments(layout: StateLayout, start: int, stop: int) -> Iterator[ComputedSegment]:
     """Segments of one layer and at most 256 rows each that cover everything a receiver of [start, stop) needs."""
     for layer, (first, last) in layout.required_segments(start, stop).items():
         for row in range(first, last, _ROWS):
             end = min(row + _ROWS, last)
             size = layout.segment_bytes(row, end, (layer,))
-            yield ComputedSegment(row, end, (layer,), (memoryview(bytes(size)),), time.monotonic())
+            yield ComputedSegment(row, end, (layer,), (_noise(size),), time.monotonic())
+
+
+@cache
+def _noise(num_bytes: int) -> memoryview:
+    return memoryview(random.Random(0).randbytes(num_bytes))

@@ -155,6 +155,7 @@ class DecodeService:
         settings = ApiSettings(
             default_max_tokens=http.default_max_tokens,
             max_body_bytes=http.max_body_bytes,
+            max_bulk_bodies=http.max_bulk_bodies,
             sse_comment_s=http.sse_comment,
             allow_route_override=http.allow_route_override,
             api_keys=read_lines(http.api_key_file) if http.api_key_file is not None else (),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import math
 import time
@@ -26,7 +25,7 @@ def handlers(service: DecodeService) -> dict[str, Handler]:
         return [{"name": c.name, "state": c.state, "reason": c.reason, **c.status()} for c in service.peers.clients()]
 
     async def requests(_: dict[str, Any]) -> Any:
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         return [request_facts(a, now) for a in service.dispatcher.active.values()]
 
     async def version_facts(_: dict[str, Any]) -> Any:

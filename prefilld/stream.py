@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass
 
 from common.backend import Backend, ChunkDone, ComputedSegment, PrefillJob, PrefillTask
@@ -219,4 +220,5 @@ def _extra(record: StreamRecord) -> dict[str, object]:
 
 
 def _now() -> float:
-    return asyncio.get_running_loop().time()
+    # Not loop.time(): uvloop's has a resolution of 1 ms and stands still within an iteration.
+    return time.monotonic()

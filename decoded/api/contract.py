@@ -52,7 +52,7 @@ class Dispatcher(Protocol):
     def info(self) -> ModelInfo: ...
 
     def submit(self, request: Request, *, arrived_at: float) -> ActiveRequest:
-        """Admit or queue. `arrived_at` is the loop time at which the HTTP request arrived.
+        """Admit or queue. `arrived_at` is the monotonic instant at which the HTTP request arrived.
 
         Raises:
             Overloaded: refused now.

@@ -114,7 +114,7 @@ class Generator:
         return web.Response(body=body, content_type="application/json")
 
     def _read_headers(self, request: web.Request) -> Asked:
-        arrived_at = asyncio.get_running_loop().time()
+        arrived_at = time.monotonic()
         return Asked(
             request_id=request[REQUEST_ID],
             arrived_at=arrived_at,
