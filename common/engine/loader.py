@@ -79,7 +79,8 @@ def _load_weights(path: Path, dtype: torch.dtype, attn_implementation: str) -> A
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # standard error belongs to the log
+    progress: Any = logging
+    progress.disable_progress_bar()  # standard error belongs to the log
     auto_class: Any = AutoModelForCausalLM
     try:
         model, report = auto_class.from_pretrained(
