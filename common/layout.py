@@ -84,8 +84,8 @@ class StateLayout:
         """Raw bytes that must cross for a receiver that holds [0, start) to continue at `stop`."""
         total = 0
         for spec in self.states:
-            first = max(start, spec.needed_from(stop)) if spec.is_rows else stop - 1
-            total += spec.num_bytes(max(0, stop - first))
+            first = max(start, spec.needed_from(stop) if spec.is_rows else stop - 1)
+            total += spec.num_bytes(stop - first) if first < stop else 0
         return total
 
     def required_segments(self, start: int, stop: int) -> dict[int, tuple[int, int]]:

@@ -331,8 +331,10 @@ class Connection:
         else:
             if isinstance(message, Drain):
                 following = Conn.DRAINING if message.is_draining else Conn.OPEN
-            elif isinstance(message, Error) and self.config.role == "prefill":
-                raise UnknownFrame(f"ERROR on stream {head.stream_id} is sent by the server only")
+            elif isinstance(message, Error) and not (self.is_open and self.config.role == "decode" and self.link == 0):
+                raise UnknownFrame(
+                    f"ERROR on stream {head.stream_id}: only the server fails streams, on its control link"
+                )
             self._events.append(Received(head.stream_id, message, payload))
         if self.state is not Conn.CLOSED:
             self.state = following

@@ -235,8 +235,7 @@ class ClientSession:
         if stream.phase is Phase.DONE:
             self._say(stream, Ack((), stream.limit, True))
         elif stream.phase is Phase.CANCELLED or not isinstance(stream.error, PeerError):
-            code = "cancelled" if stream.error is None else stream.error.code
-            self._say(stream, Cancel(code[:32], str(stream.error).encode()[:1000].decode(errors="ignore")))
+            self._say(stream, Cancel(_code(stream.error), str(stream.error).encode()[:1000].decode(errors="ignore")))
         self._credit.close(stream.stream_id)
         for stream_id, limit in self._credit.refresh().items():
             self.streams[stream_id].limit = limit
@@ -246,3 +245,7 @@ class ClientSession:
     def _say(self, stream: ReceiveStream, message: Message) -> None:
         if self.is_attached:
             self._outbox.append(Out(stream.stream_id, message))
+
+
+def _code(error: PdError | None) -> str:
+    return error.wire_code if isinstance(error, PeerError) else error.code if error is not None else "cancelled"

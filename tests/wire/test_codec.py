@@ -1,0 +1,185 @@
+"""Codecs: bit-exact on everything, never larger, and no lying length is believed."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import struct
+import tracemalloc
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import BadMessage, LocalProtocolError
+from common.wire.codec import Codec, element_runs
+from common.wire.digest import segment_digest
+from tests.wire.kit import LAYOUT
+
+
+def joined(parts) -> bytes:
+    return b"".join(bytes(p) for p in parts)
+
+
+def round_trip(codec: str, buffers, runs):
+    c = Codec()
+    encoded = c.encode(codec, buffers, runs)
+    raw = joined(buffers)
+    data = joined(encoded.parts)
+    assert encoded.num_bytes == len(data) <= len(raw)
+    assert encoded.digest == segment_digest([data])
+    if encoded.codec == "raw":
+        assert data == raw
+        return encoded
+    out = [bytearray(b"\xee" * b.nbytes) for b in buffers]
+    c.decode(memoryview(data), [memoryview(o) for o in out], runs)
+    assert joined(out) == raw
+    return encoded
+
+
+def smooth(num_bytes: int, seed: int = 0) -> memoryview:
+    """Floats as a model makes them: high bytes alike, low bytes noise."""
+    values = np.random.default_rng(seed).standard_normal(-(-num_bytes // 4)).astype("<f4")
+    return memoryview(values.tobytes())[:num_bytes]
+
+
+SIZES = [0, 1, 4, 511, 512, 4095, 4096, 65536, (1 << 20) - 4, 1 << 20, (1 << 20) + 4, 5_000_000]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_bit_exact(codec, width, size):
+    size -= size % width
+    data = smooth(size)
+    encoded = round_trip(codec, (data,), [(size, width)] if size else [])
+    if codec == "zstd" and size > 4096 and width in (2, 4):
+        assert encoded.codec == "zstd" and encoded.num_bytes < 0.95 * size
+
+
+def test_noise_stays_raw_and_is_not_copied():
+    noise = bytearray(random.Random(0).randbytes(300_000))
+    encoded = round_trip("zstd", (memoryview(noise),), [(len(noise), 4)])
+    assert encoded.codec == "raw" and encoded.parts[0].obj is noise
+
+
+def test_zeros_and_infinities_and_nans():
+    values = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45] * 5000, "<f4")
+    values.view("<u4")[4::12] = 0x7FC01234
+    assert round_trip("zstd", (memoryview(values.tobytes()),), [(values.nbytes, 4)]).codec == "zstd"
+
+
+def test_mixed_dtypes_over_many_buffers():
+    layers, start, stop = (0, 1, 2, 3, 4), 10, 200
+    runs = element_runs(LAYOUT, start, stop, layers)
+    assert [w for _, w in runs] == [4, 2, 4, 1, 4]
+    buffers = [
+        smooth((stop - start if spec.is_rows else 1) * t.row_bytes, seed=i)
+        for i, (spec, t) in enumerate((LAYOUT.states[n], t) for n in layers for t in LAYOUT.states[n].tensors)
+    ]
+    assert sum(b.nbytes for b in buffers) == LAYOUT.segment_bytes(start, stop, layers)
+    round_trip("zstd", buffers, runs)
+
+
+def test_buffers_may_be_cut_anywhere_between_elements():
+    data = smooth(40_000)
+    c = Codec()
+    encoded = c.encode("zstd", (data[:4], data[4:1000], data[1000:]), [(40_000, 4)])
+    out = bytearray(40_000)
+    views = (memoryview(out)[:20_000], memoryview(out)[20_000:])
+    c.decode(memoryview(joined(encoded.parts)), views, [(40_000, 4)])
+    assert bytes(out) == bytes(data)
+
+
+def test_buffers_that_do_not_fit_are_our_bug():
+    c = Codec()
+    with pytest.raises(LocalProtocolError):
+        c.encode("raw", (memoryview(bytes(5)),), [(4, 4)])
+    with pytest.raises(LocalProtocolError):
+        c.encode("zstd", (memoryview(bytes(3)), memoryview(bytes(5))), [(8, 4)])
+    with pytest.raises(LocalProtocolError):
+        c.encode("lz4", (memoryview(bytes(4)),), [(4, 4)])
+    with pytest.raises(LocalProtocolError):
+        c.decode(memoryview(b""), (memoryview(bytearray(5)),), [(4, 4)])
+
+
+def test_shaped_and_typed_buffers():
+    values = np.arange(6000, dtype="<f4").reshape(30, 20, 10)
+    round_trip("zstd", (memoryview(values),), [(values.nbytes, 4)])
+
+
+def block(raw_len: int, width: int, planes: list[tuple[int, bytes]]) -> bytes:
+    head = struct.pack(">IB", raw_len, width)
+    head += b"".join(struct.pack(">BI", method, len(data)) for method, data in planes)
+    return head + b"".join(data for _, data in planes)
+
+
+def zstd(data: bytes, **options: object) -> bytes:
+    return zstandard.ZstdCompressor(**options).compress(data)
+
+
+RUNS = [(8, 2)]
+BAD = {
+    "empty": b"",
+    "cut header": block(8, 2, [(0, b"abcd"), (0, b"abcd")])[:12],
+    "cut plane": block(8, 2, [(0, b"abcd"), (0, b"abcd")])[:-1],
+    "bytes behind": block(8, 2, [(0, b"abcd"), (0, b"abcd")]) + b"x",
+    "second block": block(8, 2, [(0, b"abcd"), (0, b"abcd")]) * 2,
+    "no bytes": block(0, 2, [(0, b""), (0, b"")]),
+    "odd": block(7, 2, [(0, b"abc"), (0, b"abc")]),
+    "too long": block(10, 2, [(0, b"abcde"), (0, b"abcde")]),
+    "huge": block(2**32 - 2, 2, [(0, b""), (0, b"")]),
+    "width of another dtype": block(8, 4, [(0, b"ab")] * 4),
+    "width 0": struct.pack(">IB", 8, 0) + bytes(20),
+    "width 3": block(6, 3, [(0, b"ab")] * 3),
+    "stored plane too short": block(8, 2, [(0, b"abc"), (0, b"abcd")]),
+    "stored plane too long": block(8, 2, [(0, b"abcde"), (0, b"abcd")]),
+    "unknown method": block(8, 2, [(2, b"abcd"), (0, b"abcd")]),
+    "not zstd": block(8, 2, [(1, b"abcd"), (0, b"abcd")]),
+    "frame states another size": block(8, 2, [(1, zstd(b"abcde")), (0, b"abcd")]),
+    "frame states no size": block(8, 2, [(1, zstd(b"abcd", write_content_size=False)), (0, b"abcd")]),
+    "two frames": block(8, 2, [(1, zstd(b"abcd") * 2), (0, b"abcd")]),
+    "cut frame": block(8, 2, [(1, zstd(b"abcd")[:-1]), (0, b"abcd")]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_lies_are_typed_errors(name):
+    with pytest.raises(BadMessage):
+        Codec().decode(memoryview(BAD[name]), (memoryview(bytearray(8)),), RUNS)
+
+
+def test_bomb_reserves_nothing():
+    """A frame of 1 GiB of zeros in a plane that must hold 4 bytes."""
+    compressor = zstandard.ZstdCompressor().compressobj(size=1 << 30)
+    zeros = bytes(1 << 20)
+    bomb = b"".join([compressor.compress(zeros) for _ in range(1024)] + [compressor.flush()])
+    lie = bytearray(bomb)
+    params = zstandard.get_frame_parameters(bomb)
+    assert params.content_size == 1 << 30
+    size_at = bytes(lie).index(struct.pack("<I", 1 << 30))
+    lie[size_at : size_at + 4] = struct.pack("<I", 4)
+    for data in (bomb, bytes(lie)):
+        tracemalloc.start()
+        with pytest.raises(BadMessage):
+            Codec().decode(memoryview(block(8, 2, [(1, data), (0, b"abcd")])), (memoryview(bytearray(8)),), RUNS)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 1 << 20
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_flipped_bits_never_raise_anything_else(data):
+    raw = smooth(data.draw(st.sampled_from([64, 4096, 20_000])), seed=1)
+    runs = [(len(raw), 4)]
+    c = Codec()
+    good = bytearray(joined(c._blocks((raw,), runs)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(good) - 1))
+        good[at] ^= 1 << data.draw(st.integers(0, 7))
+    out = bytearray(len(raw))
+    with contextlib.suppress(BadMessage):
+        c.decode(memoryview(bytes(good)), (memoryview(out),), runs)

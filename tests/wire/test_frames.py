@@ -1,0 +1,63 @@
+"""The fixed header byte by byte, and the scatter target."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.errors import BadMagic, BadMessage, UnknownFrame, VersionMismatch
+from common.wire.frames import NOWHERE, FrameHead, FrameType, Target, pack_head, parse_head
+
+PIECE = FrameHead(FrameType.PIECE, 0x01020304, 0x0506, 0x0708090A)
+PIECE_BYTES = bytes.fromhex("5046 01 15 0000 0506 01020304 0708090a")
+
+
+def test_head_bytes():
+    assert pack_head(PIECE) == PIECE_BYTES
+    assert parse_head(PIECE_BYTES) == PIECE
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "error"),
+    [(0, 0x47, BadMagic), (1, 0, BadMagic), (2, 2, VersionMismatch), (3, 99, UnknownFrame), (3, 32, UnknownFrame),
+     (4, 1, BadMessage), (5, 1, BadMessage)],
+)  # fmt: skip
+def test_head_refuses(at, value, error):
+    data = bytearray(PIECE_BYTES)
+    data[at] = value
+    with pytest.raises(error):
+        parse_head(data)
+
+
+def test_target_scatters_over_views_and_is_idempotent():
+    memory = [bytearray(3), bytearray(0), bytearray(5)]
+    target = Target([memoryview(m) for m in memory], 7)
+    for i in range(7):
+        first, again = target.get_buffer(), target.get_buffer()
+        assert len(first) == len(again) > 0
+        first[0] = i + 1
+        target.advance(1)
+    assert target.num_left == 0
+    assert [bytes(m) for m in memory] == [b"\1\2\3", b"", b"\4\5\6\7\0"]
+
+
+def test_discarded_target_writes_nowhere():
+    memory = bytearray(8)
+    target = Target([memoryview(memory)], 8)
+    target.get_buffer()[:2] = b"ab"
+    target.advance(2)
+    target.discard()
+    while target.num_left:
+        buffer = target.get_buffer()
+        buffer[:] = b"x" * len(buffer)
+        target.advance(len(buffer))
+    assert bytes(memory) == b"ab" + bytes(6)
+
+
+def test_discarded_target_larger_than_the_scratch():
+    target = Target([], 3 * len(NOWHERE))
+    target.discard()
+    reads = 0
+    while target.num_left:
+        target.advance(len(target.get_buffer()))
+        reads += 1
+    assert reads == 3

@@ -1,0 +1,194 @@
+"""Golden bytes of every message as docs/protocol.md prints them, and the refusal of every field that lies."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from common.errors import BadMessage, FrameTooLarge
+from common.wire.auth import link_mac, session_key
+from common.wire.codec import Codec
+from common.wire.digest import FIRST, extend, segment_digest, token_hash
+from common.wire.frames import MAX_HEADER_BYTES, FrameHead, FrameType, parse_head
+from common.wire.messages import (
+    Accepted,
+    Ack,
+    Auth,
+    Cancel,
+    Complete,
+    Credit,
+    Drain,
+    Error,
+    Hello,
+    HelloAck,
+    Piece,
+    Ping,
+    Pong,
+    Prefill,
+    Progress,
+    Refused,
+    Resume,
+    Resumed,
+    Started,
+    Status,
+    decode_message,
+    encode_frame,
+)
+from common.wire.tokens import largest_token, pack_tokens, unpack_tokens
+
+B16, B32 = bytes(range(16)), bytes(range(32))
+TOKENS = pack_tokens([1, 2, 300])
+HELLO_C = Hello("decode", B32, B16, 0, True)
+HELLO_S = Hello("prefill", B32[::-1], B16, 0, True)
+PIECE = Piece(2, 64, 128, (0, 1), "raw", 8, 8, 4096, segment_digest([b"statebyt"]), 1 << 20, 0)
+SAMPLES = {
+    "Hello C": (HELLO_C, 0, b""),
+    "Hello S": (HELLO_S, 0, b""),
+    "Auth C": (Auth(link_mac(B32, "decode", B16, 0, encode_frame(HELLO_C), encode_frame(HELLO_S))), 0, b""),
+    "Auth S": (Auth(link_mac(B32, "prefill", B16, 0, encode_frame(HELLO_C), encode_frame(HELLO_S))), 0, b""),
+    "HelloAck": (
+        HelloAck("p1", "i1", "aa", "bb", "cc", "dd", 64, "sha256-chain-1", {"dtype": "float32"}, ("raw", "zstd"),
+                 1 << 20, 8 << 20, 4096, 16, 2.0, 30.0), 0, b""),
+    "Ping": (Ping(7), 0, b""),
+    "Pong": (Pong(7), 0, b""),
+    "Error": (Error("auth", "no", None), 0, b""),
+    "Drain": (Drain(True), 0, b""),
+    "Status": (Status({"num_queued": 2}), 0, b""),
+    "Prefill": (Prefill("r1", 0, 3, None, 0, b"", ("zstd", "raw"), 1 << 20), 1, TOKENS),
+    "Accepted": (Accepted(B16, 1), 1, b""),
+    "Refused": (Refused("shed", "queue full", 1.5), 1, b""),
+    "Started": (Started(0.25), 1, b""),
+    "Progress": (Progress(128, 3, B16), 1, b""),
+    "Piece": (PIECE, 1, b"statebyt"),
+    "Complete": (Complete(3, 1, 8, B16, 0.25, 1.5), 1, b""),
+    "Ack": (Ack((0, 1), 1 << 21, False), 1, b""),
+    "Credit": (Credit(1 << 21), 1, b""),
+    "Cancel": (Cancel("cancelled", "bye"), 1, b""),
+    "Resume": (Resume("r1", B16, token_hash(TOKENS), (0, 2), 1 << 21), 1, b""),
+    "Resumed": (Resumed(), 0, b""),
+}  # fmt: skip
+OTHERS = {
+    "session key": session_key(B32, B16, encode_frame(HELLO_C), encode_frame(HELLO_S)),
+    "segment digest of 'statebyt'": segment_digest([b"state", b"byt"]),
+    "running digest after Piece": extend(FIRST, PIECE),
+    "token hash of 1 2 300": token_hash(TOKENS),
+}
+DOC = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+
+
+def documented() -> dict[str, str]:
+    vectors = DOC[DOC.index("## 10. Golden vectors") :]
+    return {name: re.sub(r"\s", "", data) for name, data in re.findall(r"^(\S.*?):((?:\s+[0-9a-f]+)+)$", vectors, re.M)}
+
+
+def print_vectors() -> None:
+    """What section 10 of docs/protocol.md must show (run with python -m tests.wire.test_messages)."""
+    found = {n: (encode_frame(m, s, len(p)) + p).hex() for n, (m, s, p) in SAMPLES.items()}
+    found |= {n: d.hex() for n, d in OTHERS.items()}
+    for name, data in found.items():
+        lines = "\n".join("    " + data[i : i + 112] for i in range(0, len(data), 112))
+        print(f"{name}:\n{lines}")
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_golden(name):
+    message, stream_id, payload = SAMPLES[name]
+    data = bytes.fromhex(documented()[name])
+    assert encode_frame(message, stream_id, len(payload)) + payload == data
+    head = parse_head(data)
+    assert head == FrameHead(message.type, stream_id, len(data) - 16 - len(payload), len(payload))
+    assert decode_message(head, data[16 : 16 + head.header_bytes]) == message
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_golden_digests(name):
+    assert OTHERS[name].hex() == documented()[name]
+
+
+def test_golden_zstd_block_of_stored_planes():
+    raw = bytes.fromhex("0001020304050607")
+    block = bytes.fromhex("00000008 02 00 00000004 00 00000004 00020406 01030507")
+    out = bytearray(8)
+    Codec().decode(memoryview(block), (memoryview(out),), [(8, 2)])
+    assert bytes(out) == raw
+
+
+def test_every_message_has_a_vector():
+    assert {m.type for m, _, _ in SAMPLES.values()} == set(FrameType)
+    assert set(documented()) == set(SAMPLES) | set(OTHERS)
+
+
+def header(message: object, /, **changes: object) -> bytes:
+    values = {f.name: getattr(message, f.name) for f in fields(message)}
+    values |= changes
+    return msgpack.packb({k: v for k, v in values.items() if v is not ...})
+
+
+def refuse(message, data: bytes, stream_id: int) -> str:
+    with pytest.raises(BadMessage) as e:
+        decode_message(FrameHead(message.type, stream_id, len(data), 0), data)
+    return str(e.value)
+
+
+FIELDS = [(n, f.name) for n, (m, _, _) in SAMPLES.items() for f in fields(m)]
+
+
+@pytest.mark.parametrize(("name", "field"), FIELDS)
+def test_every_field_is_checked(name, field):
+    message, stream_id, _ = SAMPLES[name]
+    assert "fields must be" in refuse(message, header(message, **{field: ...}), stream_id)
+    wrong = [[[]], -1, -(2**40), 2**63, float("nan"), float("inf"), b"x", "x" * 2000, {"a": {}}, {"a" * 99: "b"},
+             ["x" * 99], [None], list(range(5000)), msgpack.Timestamp(1)]  # fmt: skip
+    refused = 0
+    for value in wrong:
+        try:
+            decode_message(FrameHead(message.type, stream_id, 0, 0), header(message, **{field: value}))
+        except BadMessage as e:
+            assert str(e).startswith(f"{message.type.name}.{field}"), e
+            refused += 1
+    assert refused >= len(wrong) - 2
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_unknown_field_and_bytes_behind_and_wrong_stream(name):
+    message, stream_id, _ = SAMPLES[name]
+    good = header(message)
+    assert "fields must be" in refuse(message, _with(message, "extra"), stream_id)
+    assert "not one msgpack map" in refuse(message, good + b"\xc0", stream_id)
+    if not isinstance(message, Error):
+        assert "stream id" in refuse(message, good, 0 if stream_id else 5)
+
+
+def _with(message, extra: str) -> bytes:
+    return msgpack.packb({**{f.name: getattr(message, f.name) for f in fields(message)}, extra: 1})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xc1", b"\x81", b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\x91" * 5000, b"\x80\x80", b"\xc0",
+     b"\x81\x90\x01", b"\x81\xa2no\xc7\x05\x01abcde", b"\x81\xa1\xff\x01", b"\xc6\xff\xff\xff\xff"],
+)  # fmt: skip
+def test_broken_msgpack_is_a_typed_error(data):
+    refuse(Ping(1), data, 0)
+
+
+def test_too_large_header_is_ours_to_avoid():
+    with pytest.raises(FrameTooLarge):
+        encode_frame(Status({str(i): float(i) for i in range(4000)}))
+    assert (
+        len(encode_frame(Resume("r" * 256, B16, B16, tuple(range(2**20 - 2048, 2**20)), 2**62), 1)) < MAX_HEADER_BYTES
+    )
+
+
+def test_tokens():
+    assert unpack_tokens(TOKENS) == (1, 2, 300) and largest_token(TOKENS) == 300
+    assert pack_tokens([]) == b"" and largest_token(b"") == -1
+    assert TOKENS.hex() == "01000000020000002c010000"
+
+
+if __name__ == "__main__":
+    print_vectors()

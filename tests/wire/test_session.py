@@ -1,0 +1,668 @@
+"""Both sessions without sockets: transfers in any order, lost links, Resume, leases, credit, endings."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from common.errors import (
+    BadMessage,
+    LinkLost,
+    LocalProtocolError,
+    PeerCancelled,
+    PeerDraining,
+    PeerEngineFailed,
+    PeerShed,
+    PromptTooLong,
+    StaleHandle,
+    TransferIncomplete,
+    UnknownFrame,
+)
+from common.wire.messages import Accepted, Ack, Cancel, Complete, Credit, Prefill, Progress, Resume, Resumed
+from common.wire.session import Out, StreamEnded, StreamRequested
+from common.wire.tables import Attach, Phase
+from tests.wire.kit import FULL, LAYOUT, Ends, Sink, cut, fill
+
+N = 60
+
+
+def transfer(ends: Ends, num_tokens: int = N, start: int = 0, codec: str = "raw", chunk: int = 16):
+    """A stream with everything queued and Complete said; (client's, server's, source, sink)."""
+    source, sink = Sink(ends.layout, num_tokens).filled(), Sink(ends.layout, num_tokens)
+    stream = ends.request(num_tokens, start, sink)
+    served = ends.accepted(stream)
+    segments = cut(ends.layout, start, num_tokens, chunk)
+    ends.queue(served, source, segments, codec)
+    served.complete(num_tokens, 1.5)
+    ends.server.settle(served)
+    return stream, served, source, sink
+
+
+def pieces(ends: Ends, link: int = 1):
+    out = []
+    while (piece := ends.server.next_piece(link)) is not None:
+        out.append(piece)
+    return out
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+@pytest.mark.parametrize("start", [0, 1, 37, N - 1, N])
+def test_whole_transfer(codec, start):
+    ends = Ends()
+    stream, served, source, sink = transfer(ends, start=start, codec=codec)
+    ends.run(sink)
+    assert (stream.phase, served.phase) == (Phase.DONE, Phase.DONE)
+    assert stream.error is None and served.error is None
+    assert sink.equals(source, start, N)
+    assert stream.verified_prefix() == N
+    assert stream.raw_bytes == LAYOUT.transfer_bytes(start, N) and served.staged_bytes == 0
+    assert not ends.client.streams and not ends.server.streams
+    assert stream.marks.prefill_s == 1.5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_in_any_order_twice_over_any_link(seed):
+    rng = random.Random(seed)
+    ends = Ends()
+    stream, served, source, sink = transfer(ends, num_tokens=700, codec="raw", chunk=400)
+    waiting = pieces(ends)
+    assert len(waiting) >= 20
+    waiting += rng.sample(waiting, 10)
+    rng.shuffle(waiting)
+    for piece in waiting:
+        ends.carry(piece, link=rng.randint(1, 4))
+        if rng.random() < 0.3:
+            ends.land(sink)
+        if rng.random() < 0.3:
+            ends.talk()
+    ends.run(sink)
+    assert stream.phase is Phase.DONE and served.phase is Phase.DONE and sink.equals(source, 0, 700)
+
+
+def test_data_links_may_be_faster_than_the_control_link():
+    ends = Ends()
+    source, sink = Sink(LAYOUT, N).filled(), Sink(LAYOUT, N)
+    stream = ends.request(N, 0, sink)
+    for out in ends.client.take_outbox():
+        ends.server.receive(out.stream_id, out.message, bytearray(out.payload))
+    served = ends.server.streams[1]
+    served.accept(b"h" * 16, 0, 0.0)
+    served.start(0.0)
+    ends.queue(served, source, cut(LAYOUT, 0, N, 16))
+    for piece in pieces(ends):
+        ends.carry(piece)
+    assert stream.phase is Phase.REQUESTED and ends.land() > 0
+    served.complete(N, 0.0)
+    ends.server.settle(served)
+    ends.run(sink)
+    assert stream.phase is Phase.DONE and sink.equals(source, 0, N)
+
+
+def half(ends: Ends, piece, link: int):
+    """A piece of which half has arrived; answers the target and the rest of the bytes."""
+    data = b"".join(bytes(p) for p in piece.payload())
+    target = ends.client.open_piece(link, piece.stream.stream_id, piece.message, len(data))
+    middle = len(data) // 2
+    buffer = target.get_buffer()
+    assert len(buffer) >= middle > 0
+    buffer[:middle] = data[:middle]
+    target.advance(middle)
+    return target, data[middle:]
+
+
+def test_second_copy_takes_over_from_a_half_piece():
+    ends = Ends()
+    stream, _, source, sink = transfer(ends)
+    first, *others = pieces(ends)
+    target, rest = half(ends, first, link=1)
+    ends.carry(first, link=2)
+    ends.land(sink)
+    fill(target, bytes(len(rest)))
+    ends.client.piece_arrived(1, first.message, target, 0.0)
+    for piece in others:
+        ends.carry(piece)
+    ends.run(sink)
+    assert stream.phase is Phase.DONE and sink.equals(source, 0, N), "zeros of the old copy went nowhere"
+
+
+def test_nothing_is_written_after_the_end():
+    ends = Ends()
+    stream, _, _, sink = transfer(ends)
+    piece = pieces(ends)[0]
+    target, rest = half(ends, piece, link=1)
+    ends.client.cancel(stream)
+    before = {k: bytes(v) for k, v in sink.memory.items()}
+    fill(target, b"\xff" * len(rest))
+    ends.client.piece_arrived(1, piece.message, target, 0.0)
+    ends.carry(piece)
+    assert {k: bytes(v) for k, v in sink.memory.items()} == before
+    assert ends.land() == 0
+
+
+def test_lost_data_link_resends_what_is_not_acknowledged():
+    ends = Ends()
+    stream, served, source, sink = transfer(ends, num_tokens=700, chunk=200)
+    first = [ends.server.next_piece(1) for _ in range(3)]
+    second = [ends.server.next_piece(2) for _ in range(3)]
+    for piece in second:
+        ends.carry(piece, link=2)
+    half(ends, first[0], link=1)
+    ends.client.link_lost(1)
+    ends.server.link_lost(1)
+    again = [ends.server.next_piece(2) for _ in range(3)]
+    assert [p.message for p in again] == [p.message for p in first]
+    for piece in again:
+        ends.carry(piece, link=2)
+    ends.run(sink)
+    assert stream.phase is Phase.DONE and served.phase is Phase.DONE and sink.equals(source, 0, 700)
+
+
+# ---- Resume
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_session_lost_at_any_point_goes_on(seed):
+    rng = random.Random(seed)
+    ends = Ends()
+    stream, served, source, sink = transfer(ends, num_tokens=700, chunk=100, codec=rng.choice(["raw", "zstd"]))
+    for _ in range(3):
+        for _ in range(rng.randint(0, 8)):
+            piece = ends.server.next_piece(1)
+            if piece is not None and rng.random() < 0.8:
+                ends.carry(piece)
+        ends.land(sink)
+        if rng.random() < 0.5:
+            ends.talk()
+        ends.detach()
+        assert not served.is_over and served.attach is Attach.DETACHED and ends.server.next_piece(1) is None
+        ends.attach()
+    ends.run(sink)
+    assert stream.phase is Phase.DONE and served.phase is Phase.DONE and sink.equals(source, 0, 700)
+
+
+def test_what_has_landed_is_not_sent_again():
+    ends = Ends()
+    _, served, _, sink = transfer(ends, num_tokens=700, chunk=100)
+    for _ in range(6):
+        ends.carry(ends.server.next_piece(1))
+    landed = ends.land(sink)
+    assert landed >= 2
+    ends.detach()
+    ends.attach()
+    ends.talk()
+    resent = {p.message.no for p in pieces(ends)}
+    assert resent == set(range(served.next_no)) - {n for n in range(served.next_no) if n not in resent}
+    assert len(resent) == served.next_no - landed
+
+
+def test_messages_are_repeated_after_resume():
+    ends = Ends()
+    stream = ends.request(N)
+    served = ends.accepted(stream)
+    served.progress(10)
+    served.progress(20)
+    ends.server.settle(served)
+    ends.server.take_outbox()
+    ends.detach()
+    served.progress(30)
+    ends.attach()
+    ends.talk()
+    assert stream.num_computed == 30 and stream.attach is Attach.ATTACHED and stream.phase is Phase.STREAMING
+
+
+def test_stream_that_was_not_accepted_is_asked_for_again():
+    ends = Ends()
+    stream = ends.request(N)
+    ends.talk()
+    first = ends.server.streams[1]
+    ends.detach()
+    assert first.phase is Phase.CANCELLED and stream.phase is Phase.IDLE
+    ends.attach()
+    served = ends.accepted(stream)
+    assert served is not first and stream.phase is Phase.STREAMING
+
+
+def test_accepted_that_was_lost_starts_over():
+    ends = Ends()
+    source, sink = Sink(LAYOUT, N).filled(), Sink(LAYOUT, N)
+    stream = ends.request(N, 0, sink)
+    ends.talk()
+    first = ends.server.streams[1]
+    first.accept(b"h" * 16, 0, 0.0)
+    first.start(0.0)
+    ends.queue(first, source, cut(LAYOUT, 0, N, 16)[:3])
+    for piece in pieces(ends):
+        ends.carry(piece)
+    ends.land(sink)
+    ends.detach()
+    assert stream.phase is Phase.IDLE and stream.num_landed == 0
+    ends.attach()
+    served = ends.accepted(stream)
+    assert first.phase is Phase.CANCELLED and isinstance(first.error, PeerCancelled)
+    ends.queue(served, source, cut(LAYOUT, 0, N, 7))
+    served.complete(N, 0.0)
+    ends.server.settle(served)
+    ends.run(sink)
+    assert stream.phase is Phase.DONE and sink.equals(source, 0, N)
+
+
+def resume_of(ends: Ends) -> tuple[int, Resume]:
+    out = next(o for o in ends.client.take_outbox() if isinstance(o.message, Resume))
+    return out.stream_id, out.message
+
+
+@pytest.mark.parametrize("change", [{"handle": bytes(16)}, {"request_id": "other"}, {"token_hash": bytes(16)}])
+def test_handle_is_bound_to_request_and_tokens(change):
+    ends = Ends()
+    stream = ends.request(N)
+    served = ends.accepted(stream)
+    ends.detach()
+    ends.attach()
+    stream_id, resume = resume_of(ends)
+    ends.server.receive(stream_id, replace(resume, **change), None)
+    ends.talk()
+    assert isinstance(stream.error, StaleHandle)
+    ends.server.receive(0, Resumed(), None)
+    assert served.phase is Phase.CANCELLED
+
+
+def test_handle_is_good_for_one_resume():
+    ends = Ends()
+    stream = ends.request(N)
+    ends.accepted(stream)
+    ends.detach()
+    ends.attach()
+    stream_id, resume = resume_of(ends)
+    ends.server.receive(stream_id, resume, None)
+    ends.talk()
+    assert stream.attach is Attach.ATTACHED
+    ends.detach()
+    ends.attach()
+    resume_of(ends)
+    ends.server.receive(stream_id, resume, None)
+    ends.talk()
+    assert isinstance(stream.error, StaleHandle)
+
+
+def test_resume_of_a_stream_that_is_gone_or_attached():
+    ends = Ends()
+    stream = ends.request(N)
+    served = ends.accepted(stream)
+    ends.detach()
+    ends.server.drop(LinkLost("lease"))
+    ends.attach()
+    ends.talk()
+    assert isinstance(stream.error, StaleHandle) and isinstance(served.error, LinkLost)
+    other = ends.request(N)
+    ends.accepted(other)
+    with pytest.raises(BadMessage, match="has a control link"):
+        ends.server.receive(other.stream_id, Resume("r1", bytes(16), bytes(16), (), 0), None)
+
+
+def test_streams_that_are_not_mentioned_are_gone():
+    ends = Ends()
+    stream = ends.request(N)
+    served = ends.accepted(stream)
+    ends.detach()
+    ends.client.cancel(stream)
+    ends.attach()
+    ends.talk()
+    assert served.phase is Phase.CANCELLED and not ends.server.streams
+
+
+def test_nothing_is_said_before_accepted_of_the_resume():
+    ends = Ends()
+    stream = ends.request(N)
+    ends.accepted(stream)
+    ends.detach()
+    ends.attach()
+    with pytest.raises(UnknownFrame, match="before the Resume"):
+        ends.client.receive(1, Progress(10, 0, bytes(16)), 0.0)
+    with pytest.raises(UnknownFrame, match="before its Resume"):
+        ends.server.receive(1, Credit(5), None)
+
+
+def test_restarted_peer_fails_its_streams_at_once():
+    ends = Ends()
+    stream = ends.request(N)
+    ends.accepted(stream)
+    ends.detach()
+    ends.attach(instance="prefill-2")
+    assert isinstance(stream.error, LinkLost) and "restarted" in str(stream.error)
+    assert any(isinstance(e, StreamEnded) for e in ends.client.events())
+
+
+def test_lease_ends_on_both_sides():
+    ends = Ends()
+    stream = ends.request(N)
+    served = ends.accepted(stream)
+    ends.now = 100.0
+    ends.detach()
+    for now, is_over in ((129.9, False), (130.0, True)):
+        ends.client.expire(now)
+        ends.server.expire(now)
+        assert (stream.is_over, served.is_over) == (is_over, is_over)
+    assert isinstance(stream.error, LinkLost) and isinstance(served.error, LinkLost)
+    assert served.staged_bytes == 0
+
+
+# ---- endings
+
+
+def broken_complete(**changes):
+    ends = Ends()
+    stream, served, _, sink = transfer(ends)
+    out = ends.server.take_outbox()
+    for o in out:
+        message = replace(o.message, **changes) if isinstance(o.message, Complete) else o.message
+        ends.client.receive(o.stream_id, message, 0.0)
+    ends.run(sink)
+    return stream, served
+
+
+@pytest.mark.parametrize("change", [{"digest": bytes(16)}, {"encoded": 1}, {"num_segments": 1}, {"num_segments": 0}])
+def test_complete_that_does_not_agree(change):
+    stream, served = broken_complete(**change)
+    assert isinstance(stream.error, TransferIncomplete) and stream.phase is Phase.FAILED
+    assert served.phase is Phase.CANCELLED, "the peer was told"
+
+
+def test_complete_for_other_tokens():
+    with pytest.raises(BadMessage):
+        broken_complete(num_tokens=N - 1)
+
+
+def test_complete_counting_more_than_comes_waits():
+    stream, _ = broken_complete(num_segments=1000)
+    assert stream.phase is Phase.COMPLETING
+
+
+def test_complete_without_a_required_row_is_not_whole():
+    ends = Ends()
+    source, sink = Sink(LAYOUT, N).filled(), Sink(LAYOUT, N)
+    stream = ends.request(N, 0, sink)
+    served = ends.accepted(stream)
+    segments = cut(LAYOUT, 0, N, 16)
+    ends.queue(served, source, [s for s in segments if s != (32, 48, (1,))])
+    served.complete(N, 0.0)
+    ends.server.settle(served)
+    ends.run(sink)
+    assert isinstance(stream.error, TransferIncomplete) and "layer 1 (full): row 32" in str(stream.error)
+
+
+def test_verified_prefix_after_a_failure():
+    ends = Ends(FULL)
+    source, sink = Sink(FULL, N).filled(), Sink(FULL, N)
+    stream = ends.request(N, 0, sink)
+    served = ends.accepted(stream)
+    for begin in (0, 16, 32):
+        ends.queue(served, source, [(begin, begin + 16, (0,)), (begin, begin + 16, (1,))])
+        if begin < 32:
+            served.progress(begin + 16)
+    ends.server.settle(served)
+    ends.run(sink)
+    assert stream.num_landed == 6
+    served.fail(PeerEngineFailed("out of memory"))
+    ends.server.settle(served)
+    ends.run(sink)
+    assert isinstance(stream.error, PeerEngineFailed)
+    assert stream.verified_prefix() == 32, "rows 32..48 landed but no digest covers them"
+
+
+def test_progress_with_a_wrong_digest_ends_the_stream():
+    ends = Ends()
+    stream, _, _, sink = transfer(ends)
+    ends.client.receive(1, Progress(16, 1, b"x" * 16), 0.0)
+    ends.run(sink)
+    assert isinstance(stream.error, TransferIncomplete) and stream.verified_prefix() == 0
+
+
+@pytest.mark.parametrize(
+    "progress", [Progress(5, 0, bytes(16)), Progress(10, 0, bytes(16)), Progress(N + 1, 9, bytes(16)),
+                 Progress(30, 1, bytes(16))],
+)  # fmt: skip
+def test_progress_does_not_go_back(progress):
+    ends = Ends()
+    ends.accepted(ends.request(N))
+    ends.client.receive(1, Progress(10, 2, b"d" * 16), 0.0)
+    with pytest.raises(BadMessage):
+        ends.client.receive(1, progress, 0.0)
+
+
+def test_cancel_at_both_ends():
+    ends = Ends()
+    stream, served, _, _ = transfer(ends)
+    ends.carry(ends.server.next_piece(1))
+    ends.client.cancel(stream)
+    ends.client.cancel(stream)
+    assert isinstance(stream.error, PeerCancelled) and not ends.client.streams
+    ends.talk()
+    assert served.phase is Phase.CANCELLED and ends.server.next_piece(1) is None and served.staged_bytes == 0
+    with pytest.raises(LocalProtocolError):
+        served.progress(3)
+
+
+def test_late_frames_for_a_stream_that_is_gone_are_ignored():
+    ends = Ends()
+    stream, _, _, _ = transfer(ends)
+    late = pieces(ends)
+    ends.client.cancel(stream)
+    ends.client.receive(1, Accepted(bytes(16), 0), 0.0)
+    for piece in late:
+        ends.carry(piece)
+    ends.talk()
+    ends.server.receive(1, Ack((0,), 10, False), None)
+    ends.server.receive(1, Cancel("x", ""), None)
+    assert [type(e) for e in ends.client.events()] == [StreamEnded]
+
+
+@pytest.mark.parametrize("stream_id", [2, 99])
+def test_frames_for_a_stream_that_never_was(stream_id):
+    ends = Ends()
+    _, _, _, _ = transfer(ends)
+    piece = pieces(ends)[0]
+    with pytest.raises(UnknownFrame):
+        ends.client.receive(stream_id, Accepted(bytes(16), 0), 0.0)
+    with pytest.raises(UnknownFrame):
+        ends.client.open_piece(1, stream_id, piece.message, piece.num_bytes)
+    with pytest.raises(UnknownFrame):
+        ends.server.receive(stream_id, Ack((0,), 10, False), None)
+
+
+def test_ack_for_a_segment_that_was_not_sent():
+    ends = Ends()
+    _, served, _, _ = transfer(ends)
+    ends.talk()
+    with pytest.raises(BadMessage):
+        ends.server.receive(1, Ack((served.next_no,), 10, False), None)
+
+
+def test_final_ack_only_after_complete():
+    ends = Ends()
+    ends.accepted(ends.request(N))
+    with pytest.raises(UnknownFrame):
+        ends.server.receive(1, Ack((), 10, True), None)
+
+
+def test_refusals():
+    ends = Ends(max_prompt_tokens=50, max_streams=2)
+    with pytest.raises(PromptTooLong):
+        ends.request(51)
+    ends.server.is_draining = True
+    stream = ends.request(50)
+    ends.talk()
+    assert isinstance(stream.error, PeerDraining) and not ends.server.streams
+    ends.server.is_draining = False
+    ends.request(50), ends.request(50)
+    with pytest.raises(PeerShed):
+        ends.request(50)
+
+
+def test_server_guards_itself_against_a_client_without_limits():
+    ends = Ends(max_prompt_tokens=50, max_streams=2)
+    ends.talk()
+
+    def ask(stream_id: int, num: int, tokens: bytes | None = None):
+        payload = bytearray(tokens if tokens is not None else 4 * num)
+        ends.server.receive(stream_id, Prefill("r", 0, num, None, 0, b"", ("raw",), 1), payload)
+        return [o.message.code for o in ends.server.take_outbox()]
+
+    assert ask(1, 51) == ["prompt_too_long"]
+    assert ask(2, 5) == [] and ask(3, 5) == []
+    assert ask(4, 5) == ["shed"]
+    with pytest.raises(BadMessage, match="in use"):
+        ask(3, 5)
+    with pytest.raises(BadMessage, match="vocabulary"):
+        ask(5, 1, b"\xe8\x03\x00\x00")
+    with pytest.raises(BadMessage, match="start"):
+        ends.server.receive(6, Prefill("r", 6, 5, None, 0, b"", ("raw",), 1), bytearray(20))
+
+
+def test_no_session_no_request():
+    ends = Ends()
+    ends.detach()
+    with pytest.raises(LinkLost):
+        ends.request(N)
+
+
+# ---- credit
+
+
+def test_sender_stops_at_the_limit_and_goes_on_with_acks():
+    ends = Ends(FULL, credit_bytes=8192, max_segment_bytes=8192)
+    stream, served, source, sink = transfer(ends, num_tokens=1000, chunk=80)
+    ends.talk()
+    total = served.next_at
+    first = pieces(ends)
+    assert 0 < sum(p.num_bytes for p in first) <= 8192 < total
+    for piece in first:
+        ends.carry(piece)
+    assert ends.server.next_piece(1) is None
+    ends.run(sink)
+    assert stream.phase is Phase.DONE and sink.equals(source, 0, 1000)
+
+
+def test_eight_streams_with_less_credit_than_one_needs_all_finish():
+    ends = Ends(FULL, credit_bytes=16384, max_segment_bytes=8192)
+    runs = [transfer(ends, num_tokens=600, chunk=80) for _ in range(8)]
+    sinks = {stream.stream_id: sink for stream, _, _, sink in runs}
+    assert all(served.next_at > 16384 for _, served, _, _ in runs)
+    for _ in range(10_000):
+        ends.talk()
+        piece = ends.server.next_piece(1)
+        if piece is None:
+            break
+        ends.carry(piece)
+        ends.land(sinks[piece.stream.stream_id])
+    assert all(stream.phase is Phase.DONE for stream, _, _, _ in runs)
+    assert all(sink.equals(source, 0, 600) for _, _, source, sink in runs)
+
+
+def test_streams_take_turns():
+    ends = Ends(FULL)
+    for _ in range(3):
+        transfer(ends, num_tokens=600, chunk=80)
+    ends.talk()
+    assert [ends.server.next_piece(1).stream.stream_id for _ in range(6)] == [1, 2, 3, 1, 2, 3]
+
+
+# ---- pieces that lie
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"start": 100}, "rows"),
+        ({"stop": N + 1}, "rows"),
+        ({"stop": 0}, "rows"),
+        ({"layers": (0, 0)}, "twice"),
+        ({"layers": (9,)}, "not needed"),
+        ({"layers": (2,)}, "not needed"),
+        ({"layers": (4,)}, "not needed"),
+        ({"layers": (0, 3)}, "raw"),
+        ({"raw": 5}, "raw"),
+        ({"encoded": 5}, "encoded"),
+        ({"encoded": 2**40}, "encoded"),
+        ({"codec": "lz4"}, "codec"),
+        ({"codec": "zstd", "encoded": 2**30}, "encoded"),
+        ({"piece": 65537}, "piece"),
+        ({"at": 2**40}, "credit"),
+        ({"at": 1 << 20}, "credit"),
+        ({"offset": 1}, "offset"),
+        ({"offset": 4096}, "offset"),
+        ({"offset": 2**40 // 4096 * 4096}, "offset"),
+    ],
+)
+def test_lying_piece_is_refused_before_anything_is_reserved(change, words):
+    ends = Ends()
+    asked = []
+    source = Sink(LAYOUT, N).filled()
+    stream = ends.request(N, 0, None)
+    stream.sink_buffers = lambda *args: asked.append(args) or ()
+    served = ends.accepted(stream)
+    ends.queue(served, source, [(0, 16, (0,))])
+    piece = ends.server.next_piece(1)
+    with pytest.raises(BadMessage, match=words):
+        ends.client.open_piece(1, 1, replace(piece.message, **change), piece.num_bytes)
+    assert asked == [] and not stream._segments
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 767, 769, 65536])
+def test_payload_of_another_length(num_bytes):
+    ends = Ends()
+    _, _, _, _ = transfer(ends)
+    piece = pieces(ends)[0]
+    assert piece.num_bytes == 768
+    with pytest.raises(BadMessage, match="payload"):
+        ends.client.open_piece(1, 1, piece.message, num_bytes)
+
+
+def test_segment_that_changes_its_mind():
+    ends = Ends()
+    transfer(ends, num_tokens=700, chunk=700)
+    first, second = pieces(ends)[:2]
+    ends.carry(first)
+    with pytest.raises(BadMessage, match="differs"):
+        ends.client.open_piece(1, 1, replace(second.message, digest=bytes(16)), second.num_bytes)
+
+
+def test_rows_are_claimed_once():
+    ends = Ends()
+    transfer(ends)
+    first = pieces(ends)[0]
+    ends.carry(first)
+    with pytest.raises(BadMessage, match="overlap"):
+        ends.client.open_piece(1, 1, replace(first.message, no=77), first.num_bytes)
+
+
+def test_claims_together_stay_below_the_credit():
+    ends = Ends(FULL, credit_bytes=8192, max_segment_bytes=8192)
+    stream, _, _, _ = transfer(ends, num_tokens=1000, chunk=80)
+    waiting = pieces(ends)
+    ends.carry(waiting[0])
+    lie = replace(waiting[0].message, no=5, start=200, stop=280, at=0)
+    for no in range(5, 5 + 8192 // lie.encoded):
+        at = 80 * no - 200
+        with_room = stream._claimed_bytes + lie.encoded <= stream.limit
+        message = replace(lie, no=no, start=200 + at, stop=280 + at)
+        if with_room:
+            ends.client.open_piece(1, 1, message, lie.encoded)
+        else:
+            with pytest.raises(BadMessage, match="credit"):
+                ends.client.open_piece(1, 1, message, lie.encoded)
+            return
+    pytest.fail("the sum of the segments was never refused")
+
+
+def test_events_name_what_happened():
+    ends = Ends()
+    stream = ends.request(N)
+    ends.talk()
+    (event,) = ends.server.events()
+    assert isinstance(event, StreamRequested) and event.stream.prefill.num_tokens == N
+    ends.client.cancel(stream)
+    (event,) = ends.client.events()
+    assert isinstance(event, StreamEnded) and event.stream is stream
+    assert ends.client.take_outbox() == [Out(1, Cancel("cancelled", str(stream.error)))]
