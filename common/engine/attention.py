@@ -22,7 +22,7 @@ from common.layout import StateSpec
 
 ATTENTION_NAME = "prfaas_slots"
 # Arguments of attention functions that change nothing here; any other that is set is refused.
-_HARMLESS = {"position_ids", "use_cache", "is_causal", "output_attentions", "output_hidden_states", "return_dict"}
+_HARMLESS = {"position_ids", "use_cache", "is_causal", "return_dict"}
 
 
 class StateComplete(Exception):
@@ -114,17 +114,22 @@ def slot_attention(
     """
     number = slot_context.number_of[int(module.layer_idx)]  # type: ignore[arg-type]
     spec = slot_context.specs[number]
-    unknown = sorted(k for k, v in others.items() if v is not None and k not in _HARMLESS)
-    if unknown or dropout or (sliding_window or 0) not in (0, spec.window):
-        raise EngineError(
-            f"layer {spec.layer}: attention with {unknown or 'dropout or another window'} is not supported"
-        )
+    _check_arguments(spec, others | {"dropout": dropout or None}, sliding_window or 0)
     outputs = []
     for row, (slot, start) in enumerate(zip(slot_context.slots, slot_context.starts, strict=True)):
         stop = start + slot_context.length
         keys, values = slot.read(number, spec.needed_from(start), stop)
         outputs.append(_attend(query[row], keys, values, slot_context, spec.window, scaling, softcap))
     return torch.stack(outputs), None
+
+
+def _check_arguments(spec: StateSpec, others: dict[str, Any], window: int) -> None:
+    unknown = sorted(k for k, v in others.items() if v is not None and v is not False and k not in _HARMLESS)
+    if unknown:
+        raise EngineError(f"layer {spec.layer} asks for attention with {', '.join(unknown)}, which is not supported")
+    # Chunked attention, for one, also keeps a window of rows but means something else by it.
+    if window != spec.window:
+        raise EngineError(f"layer {spec.layer} keeps a window of {spec.window} but attends with one of {window}")
 
 
 def _attend(

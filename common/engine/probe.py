@@ -16,19 +16,43 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from common.errors import StartupError
 from common.layout import Kind, StateLayout, StateSpec, TensorSpec
 
+CARRIED = ("full_attention", "sliding_attention")
 PROBE_TOKENS = (1, 5, 3, 8, 2, 7)
 # Largest difference of logits, relative to their range, that other orders of summation may cause.
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.15, "int8": 0.3}
 
 
 def probe(model: Any) -> tuple[DynamicCache, torch.Tensor]:
-    """Forward of a few tokens with transformers' own cache and attention: the cache and the last logits."""
-    vocab_size = model.config.get_text_config().vocab_size
-    ids = torch.tensor([[t % vocab_size for t in PROBE_TOKENS]], device=model.device)
-    cache = DynamicCache(config=model.config)
-    with torch.inference_mode():
-        out = model(input_ids=ids, cache=cache, use_cache=True)
+    """Forward of a few tokens with transformers' own cache and attention: the cache and the last logits.
+
+    Raises:
+        StartupError: a layer is of a kind that cannot be carried, or the model does not run.
+    """
+    config = model.config.get_text_config()
+    for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind not in CARRIED:
+            raise StartupError(f"layer {index} is of type {kind}: its state cannot be carried.")
+    ids = torch.tensor([[t % config.vocab_size for t in PROBE_TOKENS]], device=model.device)
+    try:
+        cache = DynamicCache(config=model.config)
+        with torch.inference_mode():
+            out = model(input_ids=ids, cache=cache, use_cache=True)
+    except Exception as e:
+        raise StartupError(f"this model does not run with transformers' own cache: {type(e).__name__}: {e}") from e
     return cache, out.logits[0, -1].float()
+
+
+def stable_context(config: Any, max_context: int) -> int:
+    """The longest context in which a token's rotation does not depend on how long the sequence has become.
+
+    `longrope` switches all frequencies past the original length, for every row of a batch at once.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for each in (parameters, *(v for v in parameters.values() if isinstance(v, dict))):
+        if each.get("rope_type") == "longrope":
+            original = each.get("original_max_position_embeddings") or config.original_max_position_embeddings
+            max_context = min(max_context, int(original))
+    return max_context
 
 
 def layout_of(cache: DynamicCache, kv_dtype: str) -> StateLayout:

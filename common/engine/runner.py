@@ -16,7 +16,7 @@ import torch
 
 from common.engine.attention import ATTENTION_NAME, SlotCache, SlotContext, StateComplete
 from common.engine.loader import LoadedModel, load_model
-from common.engine.probe import PROBE_TOKENS, check_same, layout_of, probe
+from common.engine.probe import PROBE_TOKENS, check_same, layout_of, probe, stable_context
 from common.engine.sampler import sample, token_logprobs
 from common.engine.state import DTYPES, SlotState
 from common.errors import RequestFailed, StartupError
@@ -69,7 +69,7 @@ class Runner:
             tokenizer_digest=manifest.tokenizer_digest,
             layout=layout,
             vocab_size=loaded.vocab_size,
-            max_context=loaded.max_context,
+            max_context=stable_context(self._model.config.get_text_config(), loaded.max_context),
             eos_token_ids=loaded.eos_token_ids,
             numerics=self._numerics(kv_dtype),
         )

@@ -79,6 +79,15 @@ def tiny_backend(model: Any, chunk_tokens: int, dtype: str = "float32", kv_dtype
     return LocalBackend(build, WorkerOptions(**({"chunk_tokens": chunk_tokens} | options)))
 
 
+def real_model(name: str) -> Path:
+    """Directory of a served model; skips the test when it was not made."""
+    home = Path(os.environ.get("PRFAAS_HOME", Path.home() / ".cache" / "prfaas"))
+    path = home / "models" / name
+    if not path.is_dir():
+        pytest.skip(f"{path} is missing: run `make model`")
+    return path
+
+
 MODELS: dict[str, Any] = {}
 
 
@@ -105,10 +114,7 @@ class Lab:
         elif self.kind == "tiny-mixed":
             made = tiny_backend(_cached("mixed", mixed_model), chunk_tokens, **options)
         else:
-            home = Path(os.environ.get("PRFAAS_HOME", Path.home() / ".cache" / "prfaas"))
-            path = home / "models" / self.kind
-            if not path.is_dir():
-                pytest.skip(f"{path} is missing: run `make model`")
+            path = real_model(self.kind)
             dtypes = {k: options.pop(k) for k in ("dtype", "kv_dtype") if k in options}
             made = torch_backend(path, WorkerOptions(**({"chunk_tokens": chunk_tokens} | options)), threads=1, **dtypes)
         await made.start()
@@ -230,6 +236,11 @@ class Tools:
         backend.worker.post(lambda _scheduler: loop.call_soon_threadsafe(done.set) and None)
         async with asyncio.timeout(30):
             await done.wait()
+
+
+@pytest.fixture
+def model_dir() -> Callable[[str], Path]:
+    return real_model
 
 
 @pytest.fixture
