@@ -46,6 +46,7 @@ class PrefillService:
             self._prefill_metrics,
             max_staged_bytes=config.stream.max_staged_bytes,
             max_prompt_tokens=config.limits.max_prompt_tokens,
+            trace=self._trace,
         )
         self._server: PrefillServer | None = None
         self._runner: web.AppRunner | None = None

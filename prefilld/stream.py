@@ -25,6 +25,7 @@ from common.errors import (
 from common.net.server import ServerStream
 from common.policy.admission import AdmissionController
 from common.policy.views import Demand
+from common.trace import TraceWriter
 from prefilld.metrics import PrefillMetrics
 
 log = logging.getLogger(__name__)
@@ -73,9 +74,11 @@ class StreamHandler:
         *,
         max_staged_bytes: int,
         max_prompt_tokens: int,
+        trace: TraceWriter | None = None,
     ) -> None:
         self.backend, self.admission, self.metrics = backend, admission, metrics
         self.max_staged_bytes, self.max_prompt_tokens = max_staged_bytes, max_prompt_tokens
+        self._trace = trace
         self.is_draining = False
         self.active: dict[str, StreamRecord] = {}
         self._admitted: dict[str, asyncio.Event] = {}
@@ -164,6 +167,9 @@ class StreamHandler:
         job.set_paused(False)
 
     async def _send(self, stream: ServerStream, segment: ComputedSegment) -> None:
+        if self._trace is not None:
+            rows = {"start": segment.start, "stop": segment.stop, "layers": segment.layers}
+            self._trace("segment_computed", now=segment.computed_at, request_id=stream.request.request_id, **rows)
         self.metrics.segments.inc()
         self.metrics.raw_bytes.inc(sum(b.nbytes for b in segment.buffers))
         await stream.send_segment(segment)
@@ -172,6 +178,9 @@ class StreamHandler:
         if not record.started_at:
             record.started_at = chunk.started_at
             self.metrics.queue_s.observe(chunk.started_at - record.arrived_at)
+        if self._trace is not None:
+            span = {"start": chunk.start, "stop": chunk.stop, "started_at": chunk.started_at}
+            self._trace("chunk_done", now=chunk.ended_at, request_id=stream.request.request_id, **span)
         record.ended_at = chunk.ended_at
         record.num_computed_tokens = chunk.stop
         self.metrics.chunks.inc()

@@ -6,15 +6,20 @@ Both ends keep their real kernel TCP, each in a network namespace of its own; se
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+T = TypeVar("T")
 End = Literal["A", "B"]
+_CLONE_NEWNET = 0x40000000
 SCRIPT = Path(__file__).resolve().parent / "wan"
 ADDRESS: dict[End, str] = {"A": "10.9.0.1", "B": "10.9.0.2"}
 _numbers = count()
@@ -114,6 +119,18 @@ class Wan:
     def popen(self, end: End, *argv: str, **options: Any) -> subprocess.Popen[str]:
         """Start a command in the namespace of `end`. Options as of subprocess.Popen."""
         return subprocess.Popen(self.command(end, *argv), **({"text": True, "stdin": subprocess.DEVNULL} | options))
+
+    def call(self, end: End, function: Callable[[], T]) -> T:
+        """Run a function in a thread of its own inside the namespace of `end`: its new sockets belong there."""
+
+        def inside() -> T:
+            with Path(f"/run/netns/{self._env['WAN_NAME']}{end}").open() as namespace:
+                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+                    raise OSError(ctypes.get_errno(), "setns failed")
+            return function()
+
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(inside).result()
 
     def _script(self, *args: str) -> str:
         # Output goes to a file: the link keeps running with whatever it inherited, and a pipe would never end.
