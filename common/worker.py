@@ -134,6 +134,8 @@ class EngineWorker:
         self._call(self._on_death, error)
 
     def _build(self) -> None:
+        # Read by OpenMP when the factory loads torch: idle threads must not spin on cores that others need.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if self.options.cpus:
             # 0 is the calling thread; what it starts later (OpenMP's pool among it) inherits the mask.
             os.sched_setaffinity(0, self.options.cpus)

@@ -18,12 +18,11 @@ import transformers
 from common.backend import ChunkDone, PrefillTask
 from common.engine.loader import LoadedModel
 from common.engine.manifest import Manifest
-from common.engine.runner import Runner, RunnerOptions
-from common.engines import fake_backend, torch_backend
-from common.fake import FakeOptions
+from common.engine.runner import Runner, RunnerOptions, load
+from common.fake import FakeExecutor, FakeOptions
 from common.local_backend import LocalBackend
 from common.request import PromptLogprobs, Request, SamplingParams, TokenOutput
-from common.worker import WorkerOptions
+from common.worker import Factory, WorkerOptions
 
 torch.set_num_threads(1)
 SIZES = {
@@ -97,6 +96,16 @@ def _cached(name: str, build: Callable[[], Any]) -> Any:
     return MODELS[name]
 
 
+def _fake(room: int) -> Factory:
+    sizes = {"num_layers": 4, "window_layers": 2, "window": WINDOW, "vocab_size": 320, "max_context": 512}
+    return lambda: FakeExecutor(FakeOptions(0, 0, room=room, **sizes))
+
+
+def _real(name: str, room: int, dtypes: dict[str, str]) -> Factory:
+    path = real_model(name)
+    return lambda: load(path, RunnerOptions(threads=1, room=room, **dtypes))
+
+
 class Lab:
     """Starts backends of one kind and runs requests on them."""
 
@@ -105,18 +114,14 @@ class Lab:
         self.open_backends: list[LocalBackend] = []
 
     async def backend(self, chunk_tokens: int = 32, **options: Any) -> LocalBackend:
-        if self.kind == "fake":
-            fake = FakeOptions(0, 0, num_layers=4, window_layers=2, window=WINDOW, vocab_size=320, max_context=512)
-            made = fake_backend(fake, WorkerOptions(**({"chunk_tokens": chunk_tokens} | options)))
-        elif self.kind == "tiny-full":
-            model = _cached("full", lambda: tiny_model("Llama"))
-            made = tiny_backend(model, chunk_tokens, **options)
+        if self.kind == "tiny-full":
+            made = tiny_backend(_cached("full", lambda: tiny_model("Llama")), chunk_tokens, **options)
         elif self.kind == "tiny-mixed":
             made = tiny_backend(_cached("mixed", mixed_model), chunk_tokens, **options)
         else:
-            path = real_model(self.kind)
             dtypes = {k: options.pop(k) for k in ("dtype", "kv_dtype") if k in options}
-            made = torch_backend(path, WorkerOptions(**({"chunk_tokens": chunk_tokens} | options)), threads=1, **dtypes)
+            build = _fake(chunk_tokens) if self.kind == "fake" else _real(self.kind, chunk_tokens, dtypes)
+            made = LocalBackend(build, WorkerOptions(**({"chunk_tokens": chunk_tokens} | options)))
         await made.start()
         self.open_backends.append(made)
         return made
