@@ -46,7 +46,7 @@ class DialerOwner(Protocol):
         """The control link is lost, or an attempt failed."""
 
     def dial_data(self, lost: int | None) -> None:
-        """A data link opened, or `lost` is the one that went."""
+        """A data link opened or failed to open, or `lost` is the one that went."""
 
     def link_received(self, link: Link, event: Received) -> None: ...
 
@@ -71,7 +71,13 @@ class Dialer(LinkOwner):
         self.control: Link | None = None
         self.data: dict[int, Link] = {}
         self.num_data_links = options.data_links or (1 if is_loopback(host) else 4)
+        self._tried: set[int] = set()
         self._opening: dict[Link, asyncio.Future[None]] = {}
+
+    @property
+    def is_warm(self) -> bool:
+        """True when every data link of this session is open, or has failed once."""
+        return len(self._tried) >= self.num_data_links
 
     async def run(self) -> None:
         """Connect and reconnect until cancelled."""
@@ -101,6 +107,7 @@ class Dialer(LinkOwner):
     async def _session(self) -> None:
         """One control link from connecting to loss, with its data links."""
         session, lost = secrets.token_bytes(16), asyncio.Event()
+        self._tried.clear()
         link = await self._connect(session, 0, None, lost)
         key = link.connection.handshake.session_key
         slots = [
@@ -127,6 +134,8 @@ class Dialer(LinkOwner):
             except (_LinkClosed, LinkLost, OSError) as e:
                 attempt += 1
                 log.warning("data link %d to %s:%d: %s", index, self.host, self.port, e)
+                self._tried.add(index)
+                self.owner.dial_data(None)
             await asyncio.sleep(self._backoff_s(attempt))
 
     async def _connect(self, session: bytes, index: int, key: bytes | None, lost: asyncio.Event) -> Link:
@@ -175,6 +184,7 @@ class Dialer(LinkOwner):
             self.owner.dial_up(link, peer)
         else:
             self.data[link.index] = link
+            self._tried.add(link.index)
             self.owner.dial_data(None)
         future = self._opening.get(link)
         if future is not None and not future.done():

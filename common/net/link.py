@@ -55,6 +55,7 @@ class Link(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._connection: Connection | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
         self._linger: asyncio.TimerHandle | None = None
         self._is_told = False
         self._unwritten: deque[tuple[int, OutPiece]] = deque()
@@ -202,11 +203,11 @@ class Link(asyncio.BufferedProtocol):
 
     def _arm(self) -> None:
         due = self.connection.next_timer() if self._transport is not None else None
-        if self._timer is not None and (due is None or due < self._timer.when()):
+        if self._timer is not None and (due is None or due < self._timer_at):
             self._timer.cancel()
             self._timer = None
         if due is not None and self._timer is None:
-            self._timer = self.loop.call_at(due, self._on_timer)
+            self._timer, self._timer_at = self.loop.call_at(due, self._on_timer), due
 
     def _on_timer(self) -> None:
         self._timer = None

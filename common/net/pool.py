@@ -239,8 +239,8 @@ class PeerClient:
     def _update_state(self) -> None:
         if self._dialer.control is None:
             return
-        if not self._dialer.data:
-            self._set("connecting", "no data link is open")
+        if not self._dialer.data or not self._dialer.is_warm:
+            self._set("connecting", f"{len(self._dialer.data)} of {self._dialer.num_data_links} data links are open")
         elif self._is_draining:
             self._set("draining", "the peer is draining")
         else:
