@@ -200,7 +200,7 @@ class FakeExecutor:
         if not chunk.has_logits:
             return ChunkResult()
         num_top = chunk.seq.prompt_logprobs or 0
-        return ChunkResult(tuple(_logprob(tokens[p + 1], num_top) for p in range(chunk.start, chunk.stop)))
+        return ChunkResult(tuple(self._logprob(tokens[p + 1], num_top) for p in range(chunk.start, chunk.stop)))
 
     def _write(self, sequence: seq.Sequence, layer: int, start: int, stop: int) -> None:
         slot = sequence.slot
@@ -227,8 +227,14 @@ class FakeExecutor:
         token = biased[0] if biased else _ordinary(int(key), self.options.vocab_size)
         if token == EOS_TOKEN_ID and sequence.num_output_tokens < sampling.min_tokens:
             token = _ordinary(int(key), self.options.vocab_size)
-        logprob = _logprob(token, sampling.logprobs) if sampling.logprobs is not None else None
+        logprob = self._logprob(token, sampling.logprobs) if sampling.logprobs is not None else None
         return Sampled(token, logprob)
+
+    def _logprob(self, token: int, num_top: int) -> TokenLogprob:
+        best = -0.5 - (token % 7) / 10
+        return TokenLogprob(
+            token, best, tuple(((token + n) % self.options.vocab_size, best - n) for n in range(num_top))
+        )
 
     def _sleep_until(self, instant: float) -> None:
         wait_s = instant - self._clock()
@@ -246,8 +252,3 @@ def _mix(words: U64) -> U64:
 def _ordinary(key: int, vocab_size: int) -> int:
     """A token id that is neither of the first three, so that nothing ends by chance."""
     return 3 + key % (vocab_size - 3)
-
-
-def _logprob(token: int, num_top: int) -> TokenLogprob:
-    best = -0.5 - (token % 7) / 10
-    return TokenLogprob(token, best, tuple(((token + n) % 2**31, best - n) for n in range(num_top)))

@@ -89,8 +89,11 @@ class LocalBackend:
         return num_choices * sum(self.executor.slot_bytes(num).values())
 
     def stats(self) -> BackendStats:
-        """A snapshot; cheap."""
-        worker, scheduler = self.worker, self.worker.scheduler
+        """A snapshot; cheap, and empty before the engine has started."""
+        worker = self.worker
+        if not hasattr(worker, "scheduler"):
+            return BackendStats(is_alive=False)
+        scheduler = worker.scheduler
         return BackendStats(
             num_running=scheduler.num_running,
             num_prefilling=scheduler.num_prefilling,

@@ -24,6 +24,7 @@ class Sequence:
 
     Attributes:
         seq_id: order of arrival, unique.
+        priority: larger goes first among those that need chunks, but never starves the oldest.
         start: a prefill job's first row to send; the receiver holds [0, start).
         is_held: not to be scheduled now: its state comes from elsewhere, or its consumer is behind.
         siblings: further choices of the same prompt, forked from this sequence when the prompt is computed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -405,3 +406,33 @@ async def test_unexpected_error_kills_the_engine(lab, tools, monkeypatch):
     with pytest.raises(EngineDead):
         backend.prefill(PrefillTask("r", (5, 6, 7)))
     assert not backend.stats().is_alive
+
+
+async def test_before_start_and_after_close_nothing_breaks(lab):
+    def build():
+        raise StartupError("no such device")
+
+    unstarted = LocalBackend(build, WorkerOptions())
+    assert unstarted.stats().state_bytes == {}
+    assert not unstarted.stats().is_alive
+    await unstarted.close()
+    backend = await lab.backend()
+    await backend.close()
+    await backend.close()
+
+
+async def test_progress_is_current_while_idle_and_stands_still_while_stuck(lab, tools):
+    backend = await lab.backend(8)
+    before = time.monotonic()
+    await tools.settled(backend)
+    await tools.until_idle(backend)
+    gate = tools.Gate(backend)
+    job = backend.prefill(PrefillTask("r", tools.prompt(20)))
+    await gate.entered()
+    stuck = backend.stats().last_progress_at
+    assert before <= stuck == backend.stats().last_progress_at
+    gate.open()
+    async for _ in job:
+        pass
+    job.release()
+    assert backend.stats().last_progress_at > stuck
