@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import os
 import random
 import threading
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import torch
 import transformers
 
 from common.backend import ChunkDone, PrefillTask
+from common.engine.fetch import model_dir as served_model_dir
 from common.engine.loader import LoadedModel
 from common.engine.manifest import Manifest
 from common.engine.runner import Runner, RunnerOptions, load
@@ -79,11 +79,10 @@ def tiny_backend(model: Any, chunk_tokens: int, dtype: str = "float32", kv_dtype
 
 
 def real_model(name: str) -> Path:
-    """Directory of a served model; skips the test when it was not made."""
-    home = Path(os.environ.get("PRFAAS_HOME", Path.home() / ".cache" / "prfaas"))
-    path = home / "models" / name
+    """Directory of a served model. A missing one fails the test: a skipped test would look like a pass."""
+    path = served_model_dir(name)
     if not path.is_dir():
-        pytest.skip(f"{path} is missing: run `make model`")
+        pytest.fail(f"{path} is missing: run `make model MODEL={name}` first.", pytrace=False)
     return path
 
 
