@@ -161,7 +161,8 @@ class Dialer(LinkOwner):
             raise LinkLost(f"{self.host}:{self.port} did not answer within {limit:g} s") from None
         finally:
             del self._opening[link]
-            if not opened.done() or opened.cancelled():
+            # Reading the exception also tells asyncio that it was not lost when this task was cancelled meanwhile.
+            if opened.cancel() or opened.cancelled() or opened.exception() is not None:
                 link.abort()
 
     def _os_failure(self, error: OSError) -> Failure:

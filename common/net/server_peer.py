@@ -22,7 +22,7 @@ from common.wire.connection import Received
 from common.wire.messages import Drain, HelloAck, Status
 from common.wire.outgoing import OutPiece, SendStream
 from common.wire.serving import ServerSession
-from common.wire.session import SegmentAcked, StreamEnded, StreamRequested
+from common.wire.session import SegmentAcked, StreamEnded, StreamRequested, StreamResumed
 from common.wire.tables import Phase
 
 _EXPIRE_AGAIN_S = 0.02
@@ -138,6 +138,8 @@ class ServerPeer:
                     self._start(event.stream)
                 elif isinstance(event, SegmentAcked):
                     self._acked(event)
+                elif isinstance(event, StreamResumed):
+                    self._changed(event.stream)
                 elif isinstance(event, StreamEnded) and isinstance(event.stream, SendStream):
                     self._ended(event.stream)
         self.pump()
@@ -230,6 +232,11 @@ class ServerPeer:
         entry = self._streams.get(event.stream)
         if entry is not None:
             entry[0].acked(event.segment)
+            entry[0].changed()
+
+    def _changed(self, stream: SendStream) -> None:
+        entry = self._streams.get(stream)
+        if entry is not None:
             entry[0].changed()
 
     def _written(self, piece: OutPiece) -> None:

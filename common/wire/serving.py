@@ -22,7 +22,7 @@ from common.errors import (
 )
 from common.wire.messages import Ack, Cancel, Credit, HelloAck, Message, Prefill, Refused, Resume, Resumed
 from common.wire.outgoing import OutPiece, OutSegment, SendStream
-from common.wire.session import Event, Out, SegmentAcked, StreamEnded, StreamRequested
+from common.wire.session import Event, Out, SegmentAcked, StreamEnded, StreamRequested, StreamResumed
 from common.wire.tables import Attach
 from common.wire.tokens import largest_token
 
@@ -180,6 +180,7 @@ class ServerSession:
             self._outbox.append(Out(stream_id, Refused(error.wire_code, str(error), None)))
             return
         self._freed(stream, stream.on_resume(resume, self.new_handle()))
+        self._events.append(StreamResumed(stream))
 
     def _on_resumed(self) -> None:
         for stream in list(self.streams.values()):

@@ -74,7 +74,14 @@ class SegmentAcked:
     segment: OutSegment
 
 
-Event = SegmentArrived | StreamEnded | StreamRequested | SegmentAcked
+@dataclass(frozen=True, slots=True)
+class StreamResumed:
+    """The client is back: the stream goes on."""
+
+    stream: SendStream
+
+
+Event = SegmentArrived | StreamEnded | StreamRequested | StreamResumed | SegmentAcked
 
 
 class ClientSession:

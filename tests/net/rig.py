@@ -1,4 +1,4 @@
-"""A prefilld's and a decoded's network ends over real sockets in one process, with a proxy that misbehaves on demand."""
+"""A prefilld's and a decoded's network ends over real sockets in one process, and a proxy to cut and corrupt."""
 
 from __future__ import annotations
 
@@ -195,8 +195,14 @@ class Rig:
         self.proxy: Proxy | None = None
         self._changed = asyncio.Event()
 
-    async def start(self, *, proxy: bool = False, server_end: LocalEnd | None = None, client_end: LocalEnd | None = None,
-                    server_options: LinkOptions | None = None) -> Rig:  # fmt: skip
+    async def start(
+        self,
+        *,
+        proxy: bool = False,
+        server_end: LocalEnd | None = None,
+        client_end: LocalEnd | None = None,
+        server_options: LinkOptions | None = None,
+    ) -> Rig:
         self.server = await self.start_server(server_end, server_options)
         port = self.server.port
         if proxy:
