@@ -2,9 +2,9 @@
 
     B = max over segments i of (ready_i + encoded bytes from i on / rate) + RTT
 
-with ready_i the recorded instant at which the layers of segment i had run, from the sending of the request. Beside it: the
-prefill alone (the same engine on the same cores, no transfer) and all bytes at the link's rate. Also the share of chunks
-whose first layer group was on the socket before the chunk's last layer group was computed. Needs root and /dev/net/tun.
+with ready_i the recorded instant at which the layers of segment i had run, from the sending of the request. Beside it:
+the prefill alone (same engine, same cores, no transfer) and all bytes at the link rate. Also the share of chunks whose
+first layer group was on the socket before the last layer group of the chunk was computed. Needs root and /dev/net/tun.
 """
 
 from __future__ import annotations

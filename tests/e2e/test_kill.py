@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 
+import aiohttp
 import pytest
 
 from benchmarks.cluster import Cluster, running_cluster
@@ -106,7 +108,14 @@ async def test_decoded_killed(busy_cluster, jobs):
     decoded = busy_cluster.decoded
 
     async def up() -> None:
-        await asyncio.to_thread(decoded.wait_ready)
+        """A client that knows the server restarts: it asks /readyz before it sends."""
+        async with aiohttp.ClientSession() as session:
+            while True:
+                with contextlib.suppress(aiohttp.ClientError):
+                    async with session.get(busy_cluster.url + "/readyz") as reply:
+                        if reply.status == 200:
+                            return
+                await asyncio.sleep(0.1)
 
     result, num_kills = await load_with_kills(busy_cluster, decoded, jobs[:100], seed=2, gate=up)
     assert num_kills >= 1
