@@ -1,6 +1,6 @@
 """`make bench`: throughput and latency of a pair on this machine, each route and concurrency alternating in one run.
 
-TTFT: sending until the first token, by the client's clock. ITL: gap between two tokens. Rates are totals over wall time.
+TTFT: from sending to the first token, by the clock of the client. ITL: gap between two tokens. Rates: total over time.
 """
 
 from __future__ import annotations
