@@ -29,6 +29,7 @@ _STORED, _ZSTD = 0, 1
 _WORTHWHILE = 0.96
 
 Part = bytes | memoryview
+Plane = np.ndarray[Any, np.dtype[np.uint8]]
 Run = tuple[int, int]
 """(bytes, element size) of a stretch of raw bytes."""
 
@@ -115,7 +116,7 @@ class Codec:
         at = 0
         for view in cursor.take(num_bytes, width):
             num = len(view) // width
-            planes[:, at : at + num] = np.frombuffer(view, np.uint8).reshape(num, width).T
+            _split(view, planes[:, at : at + num], width)
             at += num
         head, body = [_BLOCK.pack(num_bytes, width)], []
         for plane in planes:
@@ -152,13 +153,11 @@ class Codec:
         done = 0
         for view in cursor.take(raw_len, width):
             num = len(view) // width
-            rows = np.frombuffer(view, np.uint8).reshape(num, width)
-            for p, plane in enumerate(planes):
-                rows[:, p] = plane[done : done + num]
+            _join([plane[done : done + num] for plane in planes], view, width)
             done += num
         return raw_len, at
 
-    def _decode_plane(self, method: int, data: memoryview, num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def _decode_plane(self, method: int, data: memoryview, num_bytes: int) -> Plane:
         if method == _STORED:
             if len(data) != num_bytes:
                 raise BadMessage(f"zstd: a stored plane of {len(data)} bytes, must be {num_bytes}")
@@ -196,6 +195,26 @@ class _Cursor:
             self._at += len(part)
             num_bytes -= len(part)
             yield part
+
+
+def _split(elements: memoryview, planes: Plane, width: int) -> None:
+    """Byte p of every element to planes[p]."""
+    if width == 2:
+        # Twice as fast as the strided copy, and bf16 is the common case.
+        values = np.frombuffer(elements, "<u2")
+        np.copyto(planes[0], values, casting="unsafe")
+        np.right_shift(values, 8, out=planes[1], casting="unsafe")
+    else:
+        planes[:] = np.frombuffer(elements, np.uint8).reshape(-1, width).T
+
+
+def _join(planes: list[Plane], elements: memoryview, width: int) -> None:
+    """The inverse of _split, in whole words instead of strided bytes."""
+    values = np.frombuffer(elements, f"<u{width}")
+    np.copyto(values, planes[-1], casting="unsafe")
+    for plane in planes[-2::-1]:
+        np.left_shift(values, 8, out=values)
+        np.bitwise_or(values, plane, out=values)
 
 
 def _flat(buffer: memoryview) -> memoryview:

@@ -131,7 +131,9 @@ class Sink:
             spec = self.layout.states[n]
             for t, tensor in enumerate(spec.tensors):
                 num = self.num_tokens if spec.is_rows else 1
-                memory = self.memory.setdefault((n, t), bytearray(num * tensor.row_bytes))
+                if (n, t) not in self.memory:
+                    self.memory[n, t] = bytearray(num * tensor.row_bytes)
+                memory = self.memory[n, t]
                 a, b = (start, stop) if spec.is_rows else (0, 1)
                 views.append(memoryview(memory)[a * tensor.row_bytes : b * tensor.row_bytes])
         return tuple(views)
