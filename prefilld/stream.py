@@ -15,6 +15,7 @@ from common.errors import (
     EngineError,
     InvalidRequest,
     Overloaded,
+    PeerCancelled,
     PeerDraining,
     PeerEngineFailed,
     PeerError,
@@ -101,8 +102,9 @@ class StreamHandler:
         except asyncio.CancelledError:
             outcome = "cancelled"
             raise
-        except TransferError as e:
-            log.warning("stream lost: %s", e, extra=_extra(record))
+        except (TransferError, PeerError) as e:
+            outcome = "cancelled" if isinstance(e, PeerCancelled) else "lost"
+            log.warning("stream ended early: %s", e, extra=_extra(record))
         finally:
             self.metrics.prefills.labels(outcome).inc()
             self._release(record)
@@ -124,20 +126,22 @@ class StreamHandler:
             return "refused"
         await stream.accept(num_queued=len(self.admission.queue))
         await self._admitted[record.key].wait()
-        job = self.backend.prefill(
-            PrefillTask(record.request_id, tuple(stream.request.tokens), stream.request.start, stream.request.priority)
-        )
+        request = stream.request
+        task = PrefillTask(record.request_id, tuple(request.tokens), request.start, request.priority)
+        job: PrefillJob | None = None
         try:
+            job = self.backend.prefill(task)
             record.stage = "prefill"
             await self._pump(stream, job, record)
             record.stage = "sending"
-            await stream.complete(len(stream.request.tokens), record.ended_at - record.announced_at)
+            await stream.complete(len(task.tokens), record.ended_at - record.announced_at)
         except EngineError as e:
             log.error("engine failed: %s", e, extra=_extra(record))
             await stream.fail(PeerEngineFailed(f"the engine of the prefill peer failed: {e}"))
             return "error"
         finally:
-            job.release()
+            if job is not None:
+                job.release()
         self.metrics.prefill_s.observe(record.ended_at - record.started_at)
         return "ok"
 
