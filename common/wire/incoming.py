@@ -99,6 +99,7 @@ class ReceiveStream:
         self.verified_count = 0
         self._coverage = Coverage(self.layout, self.prefill.start, self.prefill.num_tokens)
         self._segments: dict[int, InSegment] = {}
+        self._whole: list[InSegment] = []
         self._claimed_bytes = 0
         self._chain = [FIRST]
         self._last_progress = Progress(self.prefill.start, 0, FIRST)
@@ -137,11 +138,11 @@ class ReceiveStream:
         target = segment.flying[index] = Target(views, num_bytes, PieceContext(self, segment, index, link))
         return target
 
-    def piece_arrived(self, target: Target, now: float) -> InSegment | None:
-        """A target is full; answers its segment when that was the last of its pieces."""
+    def piece_arrived(self, target: Target, now: float) -> None:
+        """A target is full; when that was the last of its segment's pieces, `take_whole` gives the segment."""
         context = target.context
         if target.is_discarded or not isinstance(context, PieceContext) or self.is_over:
-            return None
+            return
         segment = context.segment
         segment.flying.pop(context.index, None)
         segment.have[context.index] = 1
@@ -149,7 +150,15 @@ class ReceiveStream:
         self.wire_bytes += target.num_bytes
         self.marks.first_byte_at = self.marks.first_byte_at or now
         self.marks.last_byte_at = now
-        return None if segment.num_left else segment
+        if not segment.num_left:
+            self._whole.append(segment)
+
+    def take_whole(self) -> list[InSegment]:
+        """Segments that arrived and wait for verification. None before Accepted: until then the peer may start over."""
+        if self.phase is Phase.REQUESTED:
+            return []
+        whole, self._whole = self._whole, []
+        return whole
 
     def was_landed(self, target: Target, piece: Piece) -> bool:
         """True when a discarded piece belongs to a segment that is in place: its Ack was lost."""

@@ -6,6 +6,8 @@ clock, thread or codec. prefilld's end is serving.py; both share Out and the eve
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from common.errors import (
@@ -15,6 +17,8 @@ from common.errors import (
     PeerError,
     PeerShed,
     PromptTooLong,
+    RemoteProtocolError,
+    TransferIncomplete,
     UnknownFrame,
 )
 from common.layout import StateLayout
@@ -184,13 +188,18 @@ class ClientSession:
         """A control message of a stream. Raises RemoteProtocolError."""
         stream = self._find(stream_id, message)
         if stream is not None:
-            stream.receive(message, now)
+            with self._lies_end(stream):
+                stream.receive(message, now)
+            self._arrived(stream)
             self._settle(stream)
 
     def open_piece(self, link: int, stream_id: int, piece: Piece, num_bytes: int) -> Target:
         """Where a Piece's payload goes. Raises RemoteProtocolError before anything is reserved."""
         stream = self._find(stream_id, piece)
-        return discarding(num_bytes) if stream is None else stream.open_piece(piece, num_bytes, link)
+        if stream is None:
+            return discarding(num_bytes)
+        with self._lies_end(stream):
+            return stream.open_piece(piece, num_bytes, link)
 
     def piece_arrived(self, stream_id: int, piece: Piece, target: Target, now: float) -> None:
         """A Piece's payload is complete."""
@@ -199,10 +208,9 @@ class ClientSession:
             return
         if isinstance(target.context, PieceContext) and target.context.stream is not stream:
             return
-        segment = stream.piece_arrived(target, now)
-        if segment is not None:
-            self._events.append(SegmentArrived(stream, segment))
-        elif stream.was_landed(target, piece):
+        stream.piece_arrived(target, now)
+        self._arrived(stream)
+        if stream.was_landed(target, piece):
             self._say(stream, Ack((piece.no,), stream.limit, False))
 
     def segment_landed(self, stream: ReceiveStream, segment: InSegment, now: float) -> bool:
@@ -229,6 +237,18 @@ class ClientSession:
         stream.prefill = replace(stream.prefill, limit=stream.limit)
         stream.request(now)
         self._outbox.append(Out(stream.stream_id, stream.prefill, stream.tokens))
+
+    @contextmanager
+    def _lies_end(self, stream: ReceiveStream) -> Iterator[None]:
+        """What a stream was told before cannot be trusted either: resending would meet the same contradiction again."""
+        try:
+            yield
+        except RemoteProtocolError as e:
+            self.fail(stream, TransferIncomplete(f"the peer contradicted itself: {e}"))
+            raise
+
+    def _arrived(self, stream: ReceiveStream) -> None:
+        self._events.extend(SegmentArrived(stream, s) for s in stream.take_whole())
 
     def _find(self, stream_id: int, message: Message) -> ReceiveStream | None:
         if stream_id > self._last_id:

@@ -125,17 +125,18 @@ class Sink:
     memory: dict[tuple[int, int], bytearray] = field(default_factory=dict)
     landings: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        for n, spec in enumerate(self.layout.states):
+            for t, tensor in enumerate(spec.tensors):
+                self.memory[n, t] = bytearray((self.num_tokens if spec.is_rows else 1) * tensor.row_bytes)
+
     def buffers(self, start: int, stop: int, layers: tuple[int, ...]) -> tuple[memoryview, ...]:
         views = []
         for n in layers:
             spec = self.layout.states[n]
+            a, b = (start, stop) if spec.is_rows else (0, 1)
             for t, tensor in enumerate(spec.tensors):
-                num = self.num_tokens if spec.is_rows else 1
-                if (n, t) not in self.memory:
-                    self.memory[n, t] = bytearray(num * tensor.row_bytes)
-                memory = self.memory[n, t]
-                a, b = (start, stop) if spec.is_rows else (0, 1)
-                views.append(memoryview(memory)[a * tensor.row_bytes : b * tensor.row_bytes])
+                views.append(memoryview(self.memory[n, t])[a * tensor.row_bytes : b * tensor.row_bytes])
         return tuple(views)
 
     def landed(self, start: int, stop: int, layers: tuple[int, ...]) -> None:
