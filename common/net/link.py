@@ -216,12 +216,15 @@ class Link(asyncio.BufferedProtocol):
 
     def _check_written(self) -> None:
         """Report pieces whose last byte has left for the kernel."""
-        waiting = self._transport.get_write_buffer_size() if self._transport is not None else 0
+        if self._transport is None or self._transport.is_closing():
+            self._unwritten.clear()
+            return
+        waiting = self._transport.get_write_buffer_size()
         while self._unwritten and self._unwritten[0][0] <= self.bytes_out - waiting:
             _, piece = self._unwritten.popleft()
             if self.on_written is not None:
                 self.on_written(piece)
-        if self._unwritten and not self._is_polling and self._transport is not None:
+        if self._unwritten and not self._is_polling:
             self._is_polling = True
             self.loop.call_later(0.001, self._poll_written)
 

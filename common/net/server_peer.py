@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from math import isfinite
 
 from common.errors import LinkLost, PdError, PeerEngineFailed, PeerError
 from common.layout import StateLayout
@@ -254,5 +255,6 @@ class ServerPeer:
     def _send_status(self) -> None:
         if self.control is not None and self.control.is_open:
             if self.load is not None:
-                self.control.send(Status({name: float(value) for name, value in self.load().items()}))
+                facts = {name: float(value) for name, value in self.load().items() if isfinite(value)}
+                self.control.send(Status(facts))
             self._status = self._loop.call_later(self.ours.heartbeat_s, self._send_status)

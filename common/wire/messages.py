@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, get_type_hints
 
 import msgpack
 
-from common.errors import BadMessage, FrameTooLarge
+from common.errors import BadMessage, FrameTooLarge, LocalProtocolError
 from common.wire.fields import (
     Check,
     blob,
@@ -292,6 +292,17 @@ def encode_frame(message: Message, stream_id: int = 0, payload_bytes: int = 0) -
     if len(header) > MAX_HEADER_BYTES:
         raise FrameTooLarge(f"{message.type.name}: header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}")
     return pack_head(FrameHead(message.type, stream_id, len(header), payload_bytes)) + header
+
+
+def check_outgoing(message: Message) -> None:
+    """What the peer would check anyway: a bug of ours must not cost the whole session.
+
+    Raises:
+        LocalProtocolError: names field and value.
+    """
+    for name, check in _CHECKS[type(message)].items():
+        if wrong := check(getattr(message, name)):
+            raise LocalProtocolError(f"{message.type.name}.{name} {wrong}, is {getattr(message, name)!r:.100}")
 
 
 def decode_message(head: FrameHead, data: bytes | bytearray | memoryview) -> Message:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from common.errors import BadMessage, LinkLost, LocalProtocolError, PeerError
 from common.wire.codec import Encoded
@@ -26,6 +27,7 @@ from common.wire.messages import (
     Refused,
     Resume,
     Started,
+    check_outgoing,
 )
 from common.wire.tables import FINAL, SERVER_ATTACH, SERVER_STREAM, Attach, Do, Input, Phase, step
 
@@ -104,13 +106,13 @@ class SendStream:
         """The stream is queued."""
         self._step(Do.ACCEPT)
         self.handle, self.accepted_at = handle, now
-        self.outbox.append(Accepted(handle, num_queued))
+        self._say(Accepted(handle, num_queued))
 
     def refuse(self, error: PeerError) -> None:
         """The stream is not taken."""
         self._step(Do.REFUSE)
         self.error = error
-        self.outbox.append(Refused(error.wire_code, _short(error), error.retry_after_s))
+        self.outbox.append(Refused(error.wire_code, _short(error), _retry_after(error)))
 
     def start(self, now: float) -> None:
         """The first chunk begins."""
@@ -163,7 +165,7 @@ class SendStream:
     def fail(self, error: PeerError) -> None:
         """End the stream with an error for the peer."""
         if not self.is_over:
-            self._say(Error(error.wire_code, _short(error), error.retry_after_s))
+            self._say(Error(error.wire_code, _short(error), _retry_after(error)))
         self._end(Do.FAIL, error)
 
     # ---- what the peer does
@@ -243,6 +245,7 @@ class SendStream:
         self._end(Do.CANCEL, error)
 
     def _say(self, message: Message) -> None:
+        check_outgoing(message)
         if self.is_attached:
             self.outbox.append(message)
 
@@ -273,3 +276,8 @@ def _offsets(head: Piece) -> range:
 
 def _short(error: PeerError) -> str:
     return str(error).encode()[:1000].decode(errors="ignore")
+
+
+def _retry_after(error: PeerError) -> float | None:
+    after = error.retry_after_s
+    return after if after is not None and 0 <= after < inf else None

@@ -34,6 +34,7 @@ from common.wire.messages import (
     Piece,
     Prefill,
     Resumed,
+    check_outgoing,
 )
 from common.wire.outgoing import OutSegment, SendStream
 from common.wire.tables import Do, Phase
@@ -165,6 +166,7 @@ class ClientSession:
             LinkLost: there is no control link.
             PromptTooLong: the peer's limit would refuse it.
             PeerShed: the peer's limit of streams is reached.
+            LocalProtocolError: a field that the protocol does not allow (a request id of more than 256 bytes).
         """
         peer = self.peer
         if peer is None or not self.is_attached:
@@ -174,6 +176,7 @@ class ClientSession:
             raise PromptTooLong(f"{prefill.num_tokens} tokens exceed what peer {peer.name} takes: {most}")
         if len(self.streams) >= peer.max_streams:
             raise PeerShed(f"{len(self.streams)} streams are open at peer {peer.name}, its limit is {peer.max_streams}")
+        check_outgoing(prefill)
         self._last_id += 1
         limits = StreamLimits(
             min(self.ours.max_piece_bytes, peer.max_piece_bytes),

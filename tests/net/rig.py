@@ -130,7 +130,7 @@ class Proxy:
             task.add_done_callback(self._tasks.discard)
 
     async def _pump(self, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, down: bool) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RuntimeError):  # uvloop: the handler is closed
             while data := await reader.read(65536):
                 await self.flowing.wait()
                 if down:

@@ -521,6 +521,29 @@ def test_server_guards_itself_against_a_client_without_limits():
         ends.server.receive(6, Prefill("r", 6, 5, None, 0, b"", ("raw",), 1), bytearray(20))
 
 
+@pytest.mark.parametrize(
+    "change", [{"request_id": "x" * 257}, {"priority": 1001}, {"deadline_s": -1.0}, {"codecs": ()}]
+)
+def test_what_the_peer_would_refuse_is_not_sent(change):
+    ends = Ends()
+    ends.talk()
+    with pytest.raises(LocalProtocolError, match=next(iter(change))):
+        ends.request(N, **change)
+    assert ends.client.take_outbox() == [] and not ends.client.streams
+
+
+def test_a_bug_of_the_service_does_not_cost_the_session():
+    ends = Ends()
+    stream = ends.request(N)
+    served = ends.accepted(stream)
+    with pytest.raises(LocalProtocolError, match="prefill_s"):
+        served.complete(N, float("nan"))
+    served.fail(PeerEngineFailed("x" * 5000))
+    ends.server.settle(served)
+    ends.talk()
+    assert isinstance(stream.error, PeerEngineFailed) and len(str(stream.error)) == 1000
+
+
 def test_no_session_no_request():
     ends = Ends()
     ends.detach()
