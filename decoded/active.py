@@ -207,6 +207,17 @@ class ActiveRequest:
         metrics.requests.labels(route, outcome).inc()
         metrics.prompt_tokens.labels(route).inc(self.request.num_prompt_tokens)
         metrics.output_tokens.inc(self.num_output_tokens)
+        facts: dict[str, object] = {
+            "request_id": self.request.request_id,
+            "route": route,
+            "peer": self.report.peer,
+            "reason": self.report.reason,
+            "outcome": outcome,
+            "num_prompt_tokens": self.request.num_prompt_tokens,
+            "num_output_tokens": self.num_output_tokens,
+            "ttft_s": round(self.report.timing.ttft_s, 3),
+        }
+        log.info("request done", extra=facts)
         self._dispatcher.forget(self)
 
 

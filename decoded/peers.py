@@ -36,7 +36,8 @@ class PeerSet:
         """Connect to those that are new and leave those that are gone (their requests find another way)."""
         leaving = [self._clients.pop(p) for p in list(self._clients) if p not in peers]
         for client in leaving:
-            log.info("peer left the configuration", extra={"peer": client.name})
+            log.info("leaving peer", extra={"peer": client.name})
+            client.on_state = None
             await client.close()
             self._metrics.peer_ready.remove(client.name)
         for peer in peers:
@@ -66,6 +67,7 @@ class PeerSet:
 
     def _on_state(self, client: PeerClient) -> None:
         self._metrics.peer_ready.labels(client.name).set(client.state == "ready")
-        level = logging.INFO if client.state == "ready" else logging.WARNING
+        # On the way up there is nothing to worry about, nor to read, at every link.
+        level = {"ready": logging.INFO, "connecting": logging.DEBUG}.get(client.state, logging.WARNING)
         log.log(level, "peer is %s", client.state, extra={"peer": client.name, "why": client.reason})
         self._changed.set()

@@ -57,6 +57,7 @@ class DecodeService:
     async def start(self) -> None:
         """Load the model, connect the peers, then serve. Raises StartupError."""
         config = self.config
+        log.info("loading the model", extra={"path": str(config.model.path or "fake")})
         await self.backend.start()
         self.tokenizer = await asyncio.to_thread(_load_tokenizer, config)
         policy = config.peer_policy.require_same_numerics

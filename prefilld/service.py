@@ -57,6 +57,7 @@ class PrefillService:
     async def start(self) -> None:
         """Load the model, then listen. Raises StartupError."""
         config = self.config
+        log.info("loading the model", extra={"path": str(config.model.path or "fake")})
         await self._backend.start()
         end = local_end(config, "prefill", self._backend.info)
         self._server = PrefillServer(end, link_options(config), self._handler, load=self._load, trace=self._trace)

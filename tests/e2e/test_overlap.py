@@ -1,4 +1,4 @@
-"""The transfer runs while the prompt is still being computed: by the trace on loopback, by the clock on a narrow link."""
+"""The transfer runs while the prompt is still being computed: by the trace on loopback, by the clock over a WAN."""
 
 from __future__ import annotations
 
