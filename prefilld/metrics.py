@@ -17,6 +17,12 @@ class PrefillMetrics:
             registry=r,
         )
         self.refused = Counter("prfaas_refused_total", "Prefill requests refused, by gate.", ["gate"], registry=r)
+        self.handshakes_failed = Counter(
+            "prfaas_handshakes_failed_total",
+            "Connections that ended before their handshake was done, by error code; one sample is one connection.",
+            ["code"],
+            registry=r,
+        )
         self.prompt_tokens = Counter("prfaas_prompt_tokens_total", "Prompt tokens computed.", registry=r)
         self.chunks = Counter("prfaas_chunks_total", "Chunks computed for remote peers.", registry=r)
         self.segments = Counter("prfaas_segments_total", "Segments handed to the links.", registry=r)

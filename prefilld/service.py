@@ -16,6 +16,7 @@ from common.errors import ConfigError, EngineDead, PdError
 from common.metrics import Metrics
 from common.net.server import PrefillServer
 from common.policy.admission import AdmissionController, AdmissionLimits
+from common.wire.connection import Closed
 from common.wiring import link_options, local_end, make_backend, make_trace
 from prefilld.config import PrefillConfig
 from prefilld.fakepeer import FakeDecoded
@@ -53,6 +54,7 @@ class PrefillService:
         self._fake: FakeDecoded | None = None
         self._watch: asyncio.Task[None] | None = None
         self._started_at = time.monotonic()
+        self._refusal_logged_at = 0.0
 
     async def start(self) -> None:
         """Load the model, then listen. Raises StartupError."""
@@ -61,6 +63,7 @@ class PrefillService:
         await self._backend.start()
         end = local_end(config, "prefill", self._backend.info)
         self._server = PrefillServer(end, link_options(config), self._handler, load=self._load, trace=self._trace)
+        self._server.on_refused = self._on_refused
         await self._server.start(config.listen.host, config.listen.port)
         app = make_app(readiness=self._readiness, metrics=self._render_metrics, handlers=self.control_handlers())
         self._runner, port = await start_site(app, config.http.host, config.http.port, "http.port")
@@ -179,6 +182,15 @@ class PrefillService:
             "num_queued": len(self._admission.queue),
             "num_queued_tokens": tokens,
         }
+
+    def _on_refused(self, closed: Closed, address: str) -> None:
+        """Somebody knocked and was not let in: counted always, logged at most once a second."""
+        self._prefill_metrics.handshakes_failed.labels(closed.code).inc()
+        now = time.monotonic()
+        if now - self._refusal_logged_at >= 1.0:
+            self._refusal_logged_at = now
+            extra = {"peer": address, "code": closed.code}
+            log.warning("connection refused before its handshake was done: %s", closed.error, extra=extra)
 
     def _set_draining(self, is_draining: bool) -> None:
         self._handler.is_draining = is_draining

@@ -45,6 +45,8 @@ class PrefillServer:
         self.local, self.options, self.handler = local, options, handler
         self.load, self.trace = load, trace
         self.is_draining = False
+        self.on_refused: Callable[[Closed, str], None] | None = None
+        """Told of every connection that ends before its handshake is done, with the address it came from."""
         self._config = connection_config(local, options)
         self._codecs = CodecPool(options.codec_threads)
         self._server: asyncio.Server | None = None
@@ -124,9 +126,12 @@ class PrefillServer:
 
     def link_closed(self, link: Link, closed: Closed) -> None:
         """A link is gone."""
+        is_early = link in self._early
         self._early.discard(link)
         peer = self._links.pop(link, None)
         if peer is None:
+            if is_early and self.on_refused is not None:
+                self.on_refused(closed, link.address)
             return
         if link is peer.control:
             peer.detach(closed.error, has_left=closed.is_remote and closed.code == "closing")
