@@ -62,7 +62,7 @@ class _LinkClosed(Exception):
 
 
 class Dialer(LinkOwner):
-    """The links to one peer."""
+    """The links to one peer. `bytes_in` and `bytes_out` count links that are closed."""
 
     def __init__(
         self, host: str, port: int, config: ConnectionConfig, options: LinkOptions, owner: DialerOwner
@@ -71,6 +71,7 @@ class Dialer(LinkOwner):
         self.control: Link | None = None
         self.data: dict[int, Link] = {}
         self.num_data_links = options.data_links or (1 if is_loopback(host) else 4)
+        self.bytes_in = self.bytes_out = 0
         self._tried: set[int] = set()
         self._opening: dict[Link, asyncio.Future[None]] = {}
 
@@ -203,6 +204,8 @@ class Dialer(LinkOwner):
         future = self._opening.get(link)
         if future is not None and not future.done():
             future.set_exception(_LinkClosed(closed))
+        self.bytes_in += link.connection.bytes_in
+        self.bytes_out += link.bytes_out
         if link is self.control:
             self.control = None
             self.owner.dial_down(Failure(closed.error, closed.code))

@@ -74,7 +74,6 @@ class PeerClient:
         self._last_error = ""
         self._is_local_error = False
         self._num_sessions = 0
-        self._bytes = [0, 0]
 
     @property
     def num_streams(self) -> int:
@@ -152,8 +151,8 @@ class PeerClient:
             "num_streams": self.num_streams,
             "num_sessions": self._num_sessions,
             "rtt_s": control.connection.rtt_s if control else None,
-            "bytes_in": self._bytes[0] + sum(link.connection.bytes_in for link in self._links()),
-            "bytes_out": self._bytes[1] + sum(link.bytes_out for link in self._links()),
+            "bytes_in": self._dialer.bytes_in + sum(link.connection.bytes_in for link in self._links()),
+            "bytes_out": self._dialer.bytes_out + sum(link.bytes_out for link in self._links()),
             "retransmits": info.num_retransmits if info else None,
             "delivery_bps": info.delivery_bps if info else None,
             "peer_name": peer.name if peer else None,

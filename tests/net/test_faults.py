@@ -93,6 +93,7 @@ async def test_whole_session_cut_in_the_middle_resumes(codec):
         prefill, sink = rig.ask(BIG, codec=codec)
         await rig.finish(prefill, sink)
         assert rig.proxy.cuts == 1 and rig.client.status()["num_sessions"] == 2
+        assert rig.client.status()["bytes_in"] > ALL // 2, "lost links count too"
         assert len(rig.streams) == 1 and await ended(rig) is None, "the same handler went on"
 
 

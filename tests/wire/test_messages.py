@@ -122,6 +122,16 @@ def test_every_message_has_a_vector():
     assert set(documented()) == set(SAMPLES) | set(OTHERS)
 
 
+def test_every_message_and_field_is_in_the_documents_table():
+    section = DOC[DOC.index("## 3. Messages") : DOC.index("## 4. ")]
+    rows = {m[2]: (int(m[1]), m[0]) for m in re.finditer(r"^\| (\d+) \| (\w+) \|.*$", section, re.M)}
+    for message, _, _ in SAMPLES.values():
+        number, row = rows[type(message).__name__]
+        assert number == message.type
+        for f in fields(message):
+            assert f"`{f.name}`" in row, (type(message).__name__, f.name)
+
+
 def header(message: object, /, **changes: object) -> bytes:
     values = {f.name: getattr(message, f.name) for f in fields(message)}
     values |= changes
