@@ -15,7 +15,10 @@ from common.wire.tables import Role
 
 FindKey = Callable[[bytes], bytes | None]
 """Session id of a data link's Hello -> that session's key, None for a session that is not there."""
-_NO_PROOF = "the peer did not prove that it holds the shared key for this session and link: compare security.key_file on both ends"
+_NO_PROOF = (
+    "the peer did not prove that it holds the shared key for this session and link: "
+    "compare security.key_file on both ends"
+)
 
 
 @dataclass(frozen=True, slots=True)
