@@ -1,11 +1,13 @@
 """Lying frames against both ends: lengths, dtypes, counts, offsets, layers, digests, garbage, in random cuts.
 
 Whatever comes, every connection stays open or ends in a typed error, and no memory beyond the limits is reserved. An
-input is one frame fed to an open connection (a closed one is replaced); PRFAAS_FUZZ says how many: 10,000 by default.
+input is one frame fed to an open connection (a closed one is replaced): 10,000 by default, or what PRFAAS_FUZZ says;
+1,000,000 in the tests marked slow.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 from dataclasses import fields, replace
@@ -30,12 +32,19 @@ from tests.wire.test_messages import PIECE, SAMPLES
 
 FRAMES = 10
 INPUTS = int(os.environ.get("PRFAAS_FUZZ", "10000"))
-SETTINGS = settings(
-    max_examples=max(1, INPUTS // FRAMES // 2),
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+LONG = 1_000_000
+
+
+def fuzz(inputs: int, frames: int = FRAMES) -> settings:
+    """Each example feeds so many frames; the two ends share the inputs."""
+    return settings(
+        max_examples=max(1, inputs // frames // 2),
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )
+
+
 N = 60
 ODD = [0, 1, -1, 2, 15, 16, 59, 60, 61, 255, 4095, 4096, 4097, 65535, 65536, 2**20, 2**31, 2**32 - 1]
 ODD += [2**40, 2**62, 2**63]
@@ -60,6 +69,26 @@ class Allocations:
         return bytearray(source)
 
 
+def shaken(mine: Connection, other: Connection) -> Connection:
+    """Open, its events read."""
+    exchange(mine, other)
+    mine.events()
+    return mine
+
+
+CONTROL, ACCEPTED = shaken(client(), server()), server(config("prefill"))
+shaken(ACCEPTED, client())
+DATA = shaken(client(link=1, data_key=b"k" * 32), server(find_key=lambda s: b"k" * 32))
+
+
+def reopened(connection: Connection) -> Connection:
+    """A fresh connection after the handshake, without running it again: that would be most of the time of this file."""
+    fresh = copy.copy(connection)
+    fresh._inbox = memoryview(bytearray(len(connection._inbox)))
+    fresh._events, fresh._out, fresh._pings = [], [], {}
+    return fresh
+
+
 class Client:
     """decoded's end with one stream that was asked for and one that streams, on open links."""
 
@@ -69,12 +98,8 @@ class Client:
         self.streams = [self.ends.request(N, s * 10, sink) for s, sink in enumerate(self.sinks)]
         self.ends.talk()
         self.served = self.ends.accepted(self.streams[1])
-        key = b"k" * 32
-        self.control, peer = client(open_piece=self.open), server()
-        exchange(self.control, peer)
-        self.data, peer = client(link=1, data_key=key, open_piece=self.open), server(find_key=lambda s: key)
-        exchange(self.data, peer)
-        self.settle(self.control), self.settle(self.data)
+        self.control, self.data = reopened(CONTROL), reopened(DATA)
+        self.control.open_piece = self.data.open_piece = self.open
 
     def open(self, stream_id: int, piece: Piece, num_bytes: int) -> Target:
         return self.ends.client.open_piece(1, stream_id, piece, num_bytes)
@@ -118,9 +143,7 @@ class Server:
             served.start(0.0)
             self.ends.queue(served, SOURCE, cut(LAYOUT, 0, N, 30))
         self.ends.server.streams[3].complete(N, 0.0)
-        self.control = server(config("prefill"))
-        exchange(client(), self.control)
-        self.settle(self.control)
+        self.control = reopened(ACCEPTED)
 
     def settle(self, connection: Connection) -> None:
         session = self.ends.server
@@ -222,9 +245,33 @@ def allocations(monkeypatch: pytest.MonkeyPatch) -> Allocations:
     return found
 
 
-@SETTINGS
+@fuzz(INPUTS)
 @given(st.randoms(use_true_random=True))
 def test_client_survives(allocations, rng):
+    attack_client(allocations, rng)
+
+
+@fuzz(INPUTS)
+@given(st.randoms(use_true_random=True))
+def test_server_survives(allocations, rng):
+    attack_server(allocations, rng)
+
+
+@pytest.mark.slow
+@fuzz(LONG)
+@given(st.randoms(use_true_random=True))
+def test_client_survives_long(allocations, rng):
+    attack_client(allocations, rng)
+
+
+@pytest.mark.slow
+@fuzz(LONG)
+@given(st.randoms(use_true_random=True))
+def test_server_survives_long(allocations, rng):
+    attack_server(allocations, rng)
+
+
+def attack_client(allocations: Allocations, rng: random.Random) -> None:
     peer = Client()
     allocations.reset()
     for _ in range(FRAMES):
@@ -257,9 +304,7 @@ def check_client(peer: Client, allocations: Allocations) -> None:
             assert stream.num_landed and stream._coverage.missing() == ""
 
 
-@SETTINGS
-@given(st.randoms(use_true_random=True))
-def test_server_survives(allocations, rng):
+def attack_server(allocations: Allocations, rng: random.Random) -> None:
     peer = Server()
     allocations.reset()
     samples = list(SAMPLES.values())
@@ -274,7 +319,7 @@ def test_server_survives(allocations, rng):
             allocations.reset()
 
 
-@settings(max_examples=max(1, INPUTS // 20), deadline=None, database=None)
+@fuzz(INPUTS)
 @given(st.randoms(use_true_random=True))
 def test_handshake_survives(rng):
     """Before the proof: nothing but a Hello and an Auth, nothing larger than 528 bytes."""
