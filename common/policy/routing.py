@@ -40,7 +40,7 @@ def decide(
         "num_prompt_tokens": request.num_prompt_tokens,
         "uncached_tokens": uncached,
         "threshold_tokens": "inf" if math.isinf(threshold_tokens) else threshold_tokens,
-        "inequality": f"{uncached} > {threshold_tokens:g}",
+        "inequality": _inequality(uncached, threshold_tokens),
         "peers": {p.name: "usable" if p.is_usable else p.why_not for p in peers},
         "failed_peers": list(request.failed_peers),
     }
@@ -59,6 +59,12 @@ def decide(
         return RouteDecision("local", why, is_fallback=True, terms=terms)
     best = min(usable, key=lambda p: (p.num_queued_tokens, p.num_streams, p.name))
     return RouteDecision("remote", reason, peer=best.name, terms=terms)
+
+
+def _inequality(uncached: int, threshold: float) -> str:
+    """The relation that holds between the two, in full digits."""
+    sign = ">" if uncached > threshold else "<="
+    return f"{uncached} {sign} {threshold if math.isinf(threshold) or threshold % 1 else int(threshold)}"
 
 
 def _wish(request: RequestView, mode: Mode, threshold_tokens: float) -> tuple[Route, str]:

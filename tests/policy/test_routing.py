@@ -57,3 +57,17 @@ def test_attempts_are_bounded():
 def test_least_loaded_peer_wins():
     peers = (PeerView("a", True, num_queued_tokens=10), PeerView("b", True, num_queued_tokens=5))
     assert route(peers=peers).peer == "b"
+
+
+@pytest.mark.parametrize(
+    ("uncached", "threshold", "told"),
+    [
+        (1999, 1000.0, "1999 > 1000"),
+        (1000, 1000.0, "1000 <= 1000"),
+        (5, math.inf, "5 <= inf"),
+        (1234567, 1234568.0, "1234567 <= 1234568"),
+        (1, 0.0, "1 > 0"),
+    ],
+)
+def test_the_inequality_told_is_true(uncached, threshold, told):
+    assert route(uncached, threshold=threshold).terms["inequality"] == told
