@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import time
+from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
 from common.daemon import Handler, version
@@ -120,14 +122,30 @@ def request_facts(active: ActiveRequest, now: float) -> dict[str, Any]:
     }
 
 
-def explain_facts(service: DecodeService, request_id: str) -> dict[str, Any]:
-    """Why a request went where it went and what came of it. Raises ControlError for an unknown id."""
-    dispatcher = service.dispatcher
-    active = dispatcher.active.get(request_id) or dispatcher.records.get(request_id)
-    if active is None:
-        raise ControlError(
-            f"request {request_id!r} is unknown; the last {len(dispatcher.records)} finished requests are kept"
-        )
+def explain_facts(service: DecodeService, request_id: str) -> Any:
+    """Why a request went where it went and what came of it; a list when the id is that of a list of prompts.
+
+    The id may be that of a response, with its prefix. Raises ControlError for an unknown one.
+    """
+    known = {**service.dispatcher.records, **service.dispatcher.active}
+    for name in (request_id, re.sub(r"^(chat)?cmpl-", "", request_id)):
+        if name in known:
+            return _explain_one(known[name])
+        if listed := _prompts_of(name, known):
+            return [_explain_one(active) for active in listed]
+    raise ControlError(
+        f"no request {request_id!r} is in flight or remembered (finished ones are, until newer ones push them out or"
+        " decoded restarts); ids are in the response's `id`, in its header X-Request-Id, in the log and in"
+        " `decodectl requests`"
+    )
+
+
+def _prompts_of(name: str, known: dict[str, ActiveRequest]) -> list[ActiveRequest]:
+    """The requests of a list of prompts, in order: the API numbers their ids."""
+    return [known[key] for key in takewhile(known.__contains__, (f"{name}-{n}" for n in count()))]
+
+
+def _explain_one(active: ActiveRequest) -> dict[str, Any]:
     return {
         "stage": active.stage,
         "decisions": active.decisions,
