@@ -16,7 +16,7 @@ from pydantic import Field
 
 from common.config_load import load_file as load
 from common.config_load import parse_text
-from common.config_render import changed_keys, plain, render
+from common.config_render import changed_keys, changes, plain, render, restart_problems
 from common.config_secrets import check_bind, is_loopback, read_key, read_lines, unreadable
 from common.config_types import Duration, FilePath, IntList, Problem, RootSection, Section, Size, key
 from common.units import GIB, KIB, MIB, exact_size
@@ -24,6 +24,7 @@ from common.units import GIB, KIB, MIB, exact_size
 __all__ = [
     "SharedConfig",
     "changed_keys",
+    "changes",
     "check_bind",
     "is_loopback",
     "load",
@@ -32,10 +33,12 @@ __all__ = [
     "read_key",
     "read_lines",
     "render",
+    "restart_problems",
     "unreadable",
 ]
 
 MAX_SOCKET_PATH = 107
+MAKE_MODEL = "`make model` or `prefillctl model import` makes a model directory"
 MAX_STATE_BYTES = 4 * GIB
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -214,7 +217,8 @@ class ControlConfig(Section):
     socket: FilePath = key(
         None,
         'Unix socket, mode 0600; "" is control.sock in the runtime directory (/run/<daemon> for root and under systemd,'
-        " $XDG_RUNTIME_DIR/<daemon> for users). Two daemons of one kind on a machine need one each.",
+        " $XDG_RUNTIME_DIR/<daemon> for users, /tmp/<daemon>-<uid> for users without XDG_RUNTIME_DIR). Two daemons of"
+        " one kind on a machine need one each.",
     )
 
 
@@ -259,14 +263,14 @@ class SharedConfig(RootSection):
     def check_environment(self) -> Iterator[Problem]:
         yield from _check_cpus(self.engine)
         if self.engine.backend == "local" and self.model.path is not None and not self.model.path.is_dir():
-            yield Problem(("model.path",), f"{self.model.path} is not a directory, or may not be entered")
+            yield Problem(("model.path",), f"{self.model.path} is not a directory, or may not be entered; {MAKE_MODEL}")
         if self.security.key_file is not None:
             yield from unreadable("security.key_file", read_key, self.security.key_file)
 
 
 def _check_engine(config: SharedConfig) -> Iterator[Problem]:
     if config.engine.backend == "local" and config.model.path is None:
-        yield Problem(("model.path", "engine.backend"), 'is required when engine.backend is "local"')
+        yield Problem(("model.path", "engine.backend"), f'is required when engine.backend is "local"; {MAKE_MODEL}')
     if config.fake.window_layers > config.fake.num_layers:
         yield Problem(
             ("fake.window_layers", "fake.num_layers"),

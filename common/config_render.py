@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,9 @@ def toml_value(value: Any, unit: Unit | None = None) -> str:
         return repr(value)
     if isinstance(value, str | Path):
         return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Section):
+        fields = type(value).model_fields.items()
+        return "{" + ", ".join(f"{n} = {toml_value(getattr(value, n), unit_of(f))}" for n, f in fields) + "}"
     if isinstance(value, tuple | list):
         return "[" + ", ".join(toml_value(v) for v in value) + "]"
     raise TypeError(f"no TOML form for {type(value).__name__}")
@@ -120,3 +124,27 @@ def changed_keys(old: BaseModel, new: BaseModel, prefix: str = "") -> list[str]:
         elif before != after:
             changed.append(prefix + name)
     return changed
+
+
+def changes(old: BaseModel, new: BaseModel, prefix: str = "") -> list[str]:
+    """What differs, for people: "engine.threads: 1 -> 2"; one line per key, one per entry of an array of tables."""
+    lines: list[str] = []
+    for name, field in type(old).model_fields.items():
+        before, after = getattr(old, name), getattr(new, name)
+        if before == after:
+            continue
+        if isinstance(before, BaseModel) and isinstance(after, BaseModel):
+            lines += changes(before, after, f"{prefix}{name}.")
+        elif isinstance(before, tuple) and any(isinstance(v, Section) for v in (*before, *after)):
+            lines += [f"{prefix}{name}: removed {toml_value(v)}" for v in before if v not in after]
+            lines += [f"{prefix}{name}: added {toml_value(v)}" for v in after if v not in before]
+        else:
+            unit = unit_of(field)
+            lines.append(f"{prefix}{name}: {toml_value(before, unit)} -> {toml_value(after, unit)}")
+    return lines
+
+
+def restart_problems(old: BaseModel, new: BaseModel, reloadable: Collection[str]) -> list[str]:
+    """Problems for a ConfigError: the changes outside the top-level sections that a reload may change."""
+    lines = ((re.split(r"[.:]", line, maxsplit=1)[0], line) for line in changes(old, new))
+    return [f"{line} needs a restart" for section, line in lines if section not in reloadable]

@@ -5,8 +5,11 @@ Knows no section; called by the configuration's checks and by the daemons when t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import ipaddress
+import os
+import pwd
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,5 +88,23 @@ def _read_secret(path: Path) -> bytes:
         if facts.st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{path} is larger than {exact_size(MAX_FILE_BYTES)}: not a key file")
         return path.read_bytes()
+    except PermissionError as error:
+        raise ConfigError(f"{path} may not be read by {_user(os.geteuid())}: {_who_may(path)}") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _who_may(path: Path) -> str:
+    """Owner and mode of a file, or of the directory on the way to it that may not be entered."""
+    for part in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            facts = part.stat()
+            return f"{part} belongs to {_user(facts.st_uid)} and has mode {stat.S_IMODE(facts.st_mode):04o}"
+    return "permission denied"
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"

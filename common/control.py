@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.control_client import HEADER, MAX_REQUEST_BYTES, decode_body, encode_frame, frame_length
-from common.errors import ControlError, PdError, StartupError
+from common.errors import ConfigError, ControlError, PdError, StartupError
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -118,7 +118,10 @@ class ControlServer:
 
 
 def _failure(error: PdError) -> dict[str, Any]:
-    return {"ok": False, "error": {"code": error.code, "message": str(error)}}
+    failure: dict[str, Any] = {"code": error.code, "message": str(error)}
+    if isinstance(error, ConfigError):
+        failure["problems"] = error.problems
+    return {"ok": False, "error": failure}
 
 
 def _take_lock(path: Path) -> int:

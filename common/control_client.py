@@ -22,6 +22,7 @@ from typing import Any
 
 from common.errors import ControlError
 
+SYSTEM_RUN = Path("/run")
 HEADER = struct.Struct(">I")
 MAX_REQUEST_BYTES = 1 << 20
 MAX_REPLY_BYTES = 64 << 20
@@ -65,7 +66,7 @@ def runtime_dir(daemon: str, environ: Mapping[str, str] = os.environ) -> SocketP
     if given := environ.get("RUNTIME_DIRECTORY", "").split(":")[0]:
         return SocketPath(Path(given), "$RUNTIME_DIRECTORY")
     if os.geteuid() == 0:
-        return SocketPath(Path("/run") / daemon, "the default for root")
+        return SocketPath(SYSTEM_RUN / daemon, "the default for root")
     if xdg := environ.get("XDG_RUNTIME_DIR", ""):
         return SocketPath(Path(xdg) / daemon, "the default under $XDG_RUNTIME_DIR")
     return SocketPath(Path(f"/tmp/{daemon}-{os.geteuid()}"), "the default without $XDG_RUNTIME_DIR")
@@ -88,7 +89,7 @@ def find_socket(daemon: str, given: str | None, config: str | None) -> SocketPat
     if config:
         return _from_config(daemon, Path(config))
     ours = default_socket(daemon)
-    system = Path("/run") / daemon / "control.sock"
+    system = SYSTEM_RUN / daemon / "control.sock"
     if not ours.path.exists() and system.exists():
         return SocketPath(system, "found, as the default of systemd units")
     return ours
@@ -108,6 +109,23 @@ def _from_config(daemon: str, config: Path) -> SocketPath:
         return SocketPath(config.parent / Path(value).expanduser(), f"control.socket in {config}")
     found = default_socket(daemon)
     return SocketPath(found.path, f"{found.source}; {config} sets no control.socket")
+
+
+class Refused(ControlError):
+    """The daemon's configuration file is wrong or would need a restart. `problems` lists every one."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+def _refusal(failure: object) -> ControlError:
+    if not isinstance(failure, dict):
+        return ControlError("the daemon's reply is malformed")
+    problems = failure.get("problems")
+    return (
+        Refused([str(p) for p in problems]) if isinstance(problems, list) else ControlError(str(failure.get("message")))
+    )
 
 
 class ControlClient:
@@ -146,10 +164,7 @@ class ControlClient:
             raise ControlError(f"lost the daemon at {self._where.path}: {error.strerror or error}") from error
         if reply.get("ok") is True:
             return reply.get("data")
-        failure = reply.get("error")
-        raise ControlError(
-            str(failure.get("message")) if isinstance(failure, dict) else "the daemon's reply is malformed"
-        )
+        raise _refusal(reply.get("error"))
 
     def _read(self, num_bytes: int) -> bytes:
         parts = bytearray()

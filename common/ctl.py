@@ -19,7 +19,8 @@ from common.errors import EXIT_OK, EXIT_RUNTIME, EXIT_USAGE, ControlError
 
 EPILOG = """\
 where the daemon is looked for: --socket, else control.socket in --config, else control.sock in the runtime directory
-({daemon}: $RUNTIME_DIRECTORY, /run/{daemon} for root, $XDG_RUNTIME_DIR/{daemon} for users, then /run/{daemon})
+({daemon}: $RUNTIME_DIRECTORY; /run/{daemon} for root; for other users $XDG_RUNTIME_DIR/{daemon}, or
+/tmp/{daemon}-<uid> without XDG_RUNTIME_DIR; then /run/{daemon})
 
 exit codes: 0 done; 1 the daemon refused, cannot be reached, or a wait timed out; 2 usage
 """
@@ -29,6 +30,7 @@ exit codes: 0 done; 1 the daemon refused, cannot be reached, or a wait timed out
 class Context:
     """What a verb gets: its arguments and ways to reach the daemon and the user."""
 
+    prog: str
     daemon: str
     args: argparse.Namespace
 
@@ -95,7 +97,7 @@ def run_ctl(prog: str, daemon: str, description: str, verbs: Sequence[Verb], arg
         parser.print_help(sys.stderr)
         return EXIT_USAGE
     try:
-        code: int = args.run_verb(Context(daemon, args))
+        code: int = args.run_verb(Context(prog, daemon, args))
         sys.stdout.flush()
     except ControlError as error:
         sys.stderr.write(f"{prog}: {error}\n")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
+from common.control_client import Refused
 from common.ctl import Context, Verb
+from common.ctl_views import peers_text, refusal_text, reload_text, state_text, status_text
 from common.errors import EXIT_OK, EXIT_RUNTIME, ControlError
 from common.units import parse_duration
 
@@ -15,16 +18,17 @@ POLL_S = 0.1
 
 
 def duration(text: str) -> float:
-    """An argument like "30s", or seconds without a unit. Raises argparse.ArgumentTypeError."""
+    """An argument like "30s", as in the configuration. Raises argparse.ArgumentTypeError."""
     try:
-        return float(text) if text.replace(".", "", 1).isdigit() else parse_duration(text)
+        return parse_duration(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _show(verb: str) -> Any:
+def _show(verb: str, view: Callable[[Any], str] | None = None) -> Any:
     def run(context: Context) -> int:
-        return context.show(context.call(verb))
+        data = context.call(verb)
+        return context.show(data, None if view is None or context.args.json else view(data))
 
     return run
 
@@ -35,13 +39,16 @@ def status(daemon: str) -> Verb:
         f"State of {daemon}: starting, ready, draining, drained or stopping; what runs and waits, memory, limits.\n"
         "Always answers with exit code 0 while the daemon lives; see `wait ready` for a check."
     )
-    return Verb("status", "state, load and memory of the daemon", text, _show("status"))
+    return Verb("status", "state, load and memory of the daemon", text, _show("status", status_text))
 
 
 def peers(daemon: str) -> Verb:
     """Who is connected."""
-    text = f"The peers of {daemon}: state and reason, links, codec, round trip, bytes, identity and numerics."
-    return Verb("peers", "peers with state, links and traffic", text, _show("peers"))
+    text = (
+        f"The peers of {daemon}: state, address, links, round trip, bytes, rate, and why a peer is not usable.\n"
+        "With --json also codec, identity, numerics, load, retransmits and more."
+    )
+    return Verb("peers", "peers with state, links and traffic", text, _show("peers", peers_text))
 
 
 def requests(daemon: str) -> Verb:
@@ -74,17 +81,33 @@ def version(daemon: str) -> Verb:
 
 def resume(daemon: str) -> Verb:
     """The opposite of drain."""
-    return Verb("resume", "accept work again after drain", f"End a drain: {daemon} accepts new work again.",
-                _show("resume"))  # fmt: skip
+
+    def run(context: Context) -> int:
+        return _show_state(context, context.call("resume"))
+
+    return Verb("resume", "accept work again after drain", f"End a drain: {daemon} accepts new work again.", run)
+
+
+def _show_state(context: Context, data: Any) -> int:
+    """One line; all of the status with --json."""
+    return context.show(data, state_text(data, context.prog))
 
 
 def reload(daemon: str) -> Verb:
     """The configuration file again."""
+
+    def run(context: Context) -> int:
+        try:
+            data = context.call("reload")
+        except Refused as error:
+            raise ControlError(refusal_text(error.problems, daemon)) from error
+        return context.show(data, reload_text(data))
+
     text = (
         f"Make {daemon} read its configuration again and say what changed. If anything in it is wrong, or would need\n"
         "a restart, the old one stays, the reasons are printed, and the exit code is 1. Nothing in flight is lost."
     )
-    return Verb("reload", "apply the edited configuration", text, _show("reload"))
+    return Verb("reload", "apply the edited configuration", text, run)
 
 
 def drain(daemon: str) -> Verb:
@@ -98,7 +121,7 @@ def drain(daemon: str) -> Verb:
         data = context.call("drain")
         if context.args.wait:
             data = wait_for(context, "drained", context.args.timeout)
-        return context.show(data)
+        return _show_state(context, data)
 
     text = (
         f"{daemon} finishes what it accepted and accepts nothing new; peers are told, /readyz answers 503. It keeps\n"
@@ -115,7 +138,7 @@ def wait(daemon: str) -> Verb:
         _add_timeout(parser, "give up after this time, with exit code 1")
 
     def run(context: Context) -> int:
-        return context.show(wait_for(context, context.args.state, context.args.timeout))
+        return _show_state(context, wait_for(context, context.args.state, context.args.timeout))
 
     text = (
         f"Return with exit code 0 as soon as {daemon} is in the state, with 1 after the timeout. `wait ready` may be\n"
@@ -131,6 +154,7 @@ def _add_timeout(parser: argparse.ArgumentParser, text: str) -> None:
 def wait_for(context: Context, state: str, timeout_s: float | None) -> Any:
     """Poll `status` until it has the state; returns the last status. Raises ControlError after the timeout."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    is_told = False
     while True:
         seen = "unreachable"
         try:
@@ -138,6 +162,9 @@ def wait_for(context: Context, state: str, timeout_s: float | None) -> Any:
             seen = str(data.get("state"))
             if seen == state:
                 return data
+            if state == "ready" and seen in ("draining", "drained") and not is_told:
+                sys.stderr.write(f"{context.prog}: waiting, but {context.daemon} is {state_text(data, context.prog)}\n")
+                is_told = True
         except ControlError as error:
             if state == "drained":
                 raise

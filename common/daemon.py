@@ -72,7 +72,12 @@ class Program(Generic[C]):
     @property
     def default_config(self) -> Path:
         """Where the configuration is when --config is not given."""
-        return Path("/etc/prfaas") / f"{self.name}.toml"
+        return default_config(self.name)
+
+
+def default_config(name: str) -> Path:
+    """The configuration of the daemon `name` unless --config names another."""
+    return Path("/etc/prfaas") / f"{name}.toml"
 
 
 def parse_fake_peer(text: str) -> FakePeer:
@@ -92,7 +97,12 @@ def make_parser(program: Program[Any]) -> argparse.ArgumentParser:
         prog=program.name,
         description=program.description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="signals:\n"
+        epilog="examples:\n"
+        f"  {program.name} --config conf/{program.name}.toml --check\n"
+        f"  {program.name} --config /etc/prfaas/{program.name}.toml\n"
+        f"conf/{program.name}.toml of the source tree lists every key with its default, unit and reason, as does"
+        f" --print-config.\n\n"
+        "signals:\n"
         "  SIGTERM, SIGINT  drain (up to drain.timeout), stop, exit; a second one does not wait\n"
         "  SIGHUP           read the configuration again; a wrong one is logged and the old one stays\n\n"
         "exit codes: 0 ok, 1 runtime or forced, 2 usage, 3 start-up (port taken, no model), 78 configuration",
@@ -168,7 +178,8 @@ def load_or_default(path: Path | None, root: type[C], *, environment: bool = Tru
 def report_problems(name: str, path: Path | None, error: ConfigError) -> None:
     """All problems on standard error, one per line."""
     count = len(error.problems)
-    print(f"{name}: {count} problem{'s' * (count != 1)} in {path or 'the defaults'}:", file=sys.stderr)  # noqa: T201
+    where = path or f"the defaults (no --config was given and {default_config(name)} does not exist)"
+    print(f"{name}: {count} problem{'s' * (count != 1)} in {where}:", file=sys.stderr)  # noqa: T201
     for problem in error.problems:
         print(f"  {problem}", file=sys.stderr)  # noqa: T201
 

@@ -30,7 +30,7 @@ _RATES |= {"KiB/s": 8 * KIB, "MiB/s": 8 * MIB, "GiB/s": 8 * GIB}
 
 def _split(text: str, kind: str, units: list[str], example: str) -> tuple[Decimal, str]:
     """The number and the unit of `text`. Case matters in rates only, where "mb/s" might mean bits or bytes."""
-    match = _NUMBER.fullmatch(text)
+    match, like = _NUMBER.fullmatch(text), example.lstrip("0123456789")
     hint = f'write a number and one of {", ".join(units)}, for example "{example}"'
     if match is None:
         raise ValueError(f"{text!r} is not a {kind}: {hint}")
@@ -41,7 +41,7 @@ def _split(text: str, kind: str, units: list[str], example: str) -> tuple[Decima
     if len(alike) == 1 and kind != "rate":
         return number, alike[0]
     if not unit:
-        raise ValueError(f"{text!r} has no unit: {hint}")
+        raise ValueError(f'{text!r} has no unit: write a number and one of {", ".join(units)}, like "{match[1]}{like}"')
     raise ValueError(f"{text!r} has the unknown {kind} unit {unit!r}: {hint}")
 
 

@@ -8,6 +8,7 @@ import signal
 import sys
 from typing import Any
 
+from common.config import changes, restart_problems
 from common.daemon import Program, run_daemon
 from common.errors import ConfigError, EngineDead, StartupError
 from decoded.config import DecodeConfig
@@ -59,9 +60,9 @@ class FakeService:
 
     async def reload(self, config: DecodeConfig) -> list[str]:
         if config.http.port != self.config.http.port:
-            raise ConfigError("http.port: cannot change without a restart")
+            raise ConfigError(restart_problems(self.config, config, ("log", "peers")))
         old, self.config = self.config, config
-        return [f"log.level {old.log.level} -> {config.log.level}"] if old.log.level != config.log.level else []
+        return changes(old, config)
 
     def is_healthy(self) -> bool:
         return self.healthy
@@ -104,7 +105,11 @@ class FakeService:
             return {"threshold": params.get("threshold", 1000)}
 
         async def explain(params: dict[str, Any]) -> dict[str, Any]:
-            return {"request_id": params["request_id"], "timing": {"queue_s": 0.0123}}
+            terms = {"mode": "threshold", "inequality": "9 <= 1000", "peers": {"b1": "down: " + "no route " * 9}}
+            decision = {"route": "local", "reason": "below_threshold", "peer": None, "terms": terms}
+            report = {"request_id": params["request_id"], "route": "local", "reason": "below_threshold"}
+            report |= {"outcome": "ok", "wire_bytes": 0, "timing": {"queue_s": 0.0123, "ttft_s": 0.5}}
+            return {"stage": "finished", "decisions": [decision], "report": report, "num_output_tokens": 4}
 
         return {
             k: v

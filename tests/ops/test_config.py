@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,7 @@ def test_one_problem_with_its_path_value_limit_and_line(text: str, says: str) ->
         ("[engine]\ncpus = [4096]", "engine.cpus: core 4096 does not exist or is not allowed here; allowed: "),
         ("[engine]\ncpus = [0, 'a']", "engine.cpus[1]: should be a valid integer (got 'a') (line 2)"),
         ("[engine]\nthreads = -1", "engine.threads: should be greater than or equal to 0 (got -1) (line 2)"),
-        ("[model]\npath = '/nowhere'", "model.path: /nowhere is not a directory, or may not be entered (line 2)"),
+        ("[model]\npath = '/nowhere'", "model.path: /nowhere is not a directory, or may not be entered; `make model`"),
         ("", 'model.path: is required when engine.backend is "local"'),
         ("engine = 3", "engine: must be a table of keys (got 3) (line 1)"),
         ("a = [", "not valid TOML"),
@@ -291,3 +292,40 @@ def test_lines_of_tables_and_keys_in_awkward_toml() -> None:
         ("p", 1, "sub", "z"): 17,
         ("p", 1, "sub", "w"): 18,
     }
+
+
+def test_changes_are_told_key_by_key_with_old_and_new() -> None:
+    peer = "[[peers]]\nname = 'a'\naddress = 'localhost:1'\n"
+    old = cfg.parse_text(FAKE + peer, DecodeConfig)
+    new = cfg.parse_text(
+        FAKE + "threads = 2\n" + peer.replace("'a'", "'b'") + "[routing]\nthreshold_tokens = 'inf'\n"
+        "[links]\nheartbeat = '1s'\npiece_bytes = '64KiB'",
+        DecodeConfig,
+    )
+    assert cfg.changes(old, old) == []
+    assert cfg.changes(old, new) == [
+        "engine.threads: 0 -> 2",
+        'links.heartbeat: "2s" -> "1s"',
+        'links.piece_bytes: "1MiB" -> "64KiB"',
+        'peers: removed {name = "a", address = "localhost:1"}',
+        'peers: added {name = "b", address = "localhost:1"}',
+        'routing.threshold_tokens: 1000 -> "inf"',
+    ]
+    assert cfg.restart_problems(old, new, ("peers", "routing", "links")) == ["engine.threads: 0 -> 2 needs a restart"]
+
+
+def test_a_key_that_may_not_be_read_names_reader_owner_and_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(bytes(range(64)))
+    key.chmod(0o400)
+
+    def refuse(_: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # root may read everything, whatever the mode says
+    with pytest.raises(ConfigError) as caught:
+        cfg.read_key(key)
+    who = rf"(user \S+ \()?uid {os.geteuid()}\)?"
+    assert re.fullmatch(rf"{key} may not be read by {who}: {key} belongs to {who} and has mode 0400", str(caught.value))

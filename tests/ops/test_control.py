@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from common import control_client
 from common.control import ControlServer, http_routes
 from common.control_client import (
     MAX_REQUEST_BYTES,
@@ -277,7 +278,15 @@ def test_where_the_socket_is_looked_for(tmp_path: Path, monkeypatch: pytest.Monk
     found = find_socket("decoded", None, str(config))
     assert found.path == Path("/run/a/control.sock")
     assert "sets no control.socket" in found.source
+    monkeypatch.setattr(control_client, "SYSTEM_RUN", tmp_path / "system")
     assert find_socket("decoded", None, None) == SocketPath(Path("/run/a/control.sock"), "$RUNTIME_DIRECTORY")
+    theirs = tmp_path / "system" / "decoded" / "control.sock"
+    theirs.parent.mkdir(parents=True)
+    theirs.touch()
+    assert find_socket("decoded", None, None) == SocketPath(theirs, "found, as the default of systemd units")
+    monkeypatch.setenv("RUNTIME_DIRECTORY", str(tmp_path))
+    (tmp_path / "control.sock").touch()
+    assert find_socket("decoded", None, None) == SocketPath(tmp_path / "control.sock", "$RUNTIME_DIRECTORY")
 
 
 @pytest.mark.parametrize(

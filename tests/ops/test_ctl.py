@@ -13,6 +13,7 @@ import pytest
 
 from common import ctl_verbs
 from common.ctl_render import to_text
+from common.ctl_views import peers_text, status_text
 
 ROOT = Path(__file__).resolve().parents[2]
 Daemon = Any  # conftest.FakeDaemon
@@ -80,7 +81,17 @@ def test_the_help_lists_all_verbs_and_where_the_daemon_is_looked_for(module: str
     assert "exit codes: 0 done; 1" in done.stdout
 
 
-@pytest.mark.parametrize("args", [(), ("nope",), ("wait",), ("wait", "happy"), ("wait", "ready", "--timeout", "1m")])
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        ("nope",),
+        ("wait",),
+        ("wait", "happy"),
+        ("wait", "ready", "--timeout", "1m"),
+        ("wait", "ready", "--timeout", "3"),
+    ],
+)
 def test_usage_errors_exit_with_2(args: tuple[str, ...]) -> None:
     assert ctl("decoded", *args).returncode == 2
 
@@ -114,7 +125,26 @@ def test_verbs_with_arguments(daemon: Daemon) -> None:
     assert daemon.json("threshold") == {"threshold": 1000}
     assert daemon.json("threshold", "inf") == {"threshold": "inf"}
     assert daemon.json("threshold", "0") == {"threshold": 0}
-    assert daemon.ctl("explain", "r-1").stdout == "request_id  r-1\ntiming:\n  queue_s  12.3 ms\n"
+
+
+def test_explain_shows_every_term_whole_in_blocks(daemon: Daemon) -> None:
+    daemon.start()
+    assert daemon.ctl("explain", "r-1").stdout.splitlines() == [
+        "request_id         r-1",
+        "outcome            ok",
+        "num_output_tokens  4",
+        "stage              finished",
+        "decision:",
+        "  route       local",
+        "  reason      below_threshold",
+        "  mode        threshold",
+        "  inequality  9 <= 1000",
+        "  peers:",
+        "    b1  down: " + ("no route " * 9).rstrip(),
+        "timing:",
+        "  queue  12.3 ms",
+        "  ttft   500 ms",
+    ]
 
 
 def test_config_shows_what_is_in_use(daemon: Daemon) -> None:
@@ -129,7 +159,26 @@ def test_config_shows_what_is_in_use(daemon: Daemon) -> None:
 def test_reload_says_what_changed(daemon: Daemon) -> None:
     daemon.start()
     daemon.write(level="error")
-    assert daemon.json("reload") == {"changed": ["log.level info -> error"], "config": str(daemon.config)}
+    changed = 'log.level: "info" -> "error"'
+    assert daemon.json("reload") == {"changed": [changed], "config": str(daemon.config)}
+    assert daemon.ctl("reload").stdout == f"reloaded {daemon.config}: nothing changed\n"
+    daemon.write(level="info")
+    assert daemon.ctl("reload").stdout == f'reloaded {daemon.config}:\n  log.level: "error" -> "info"\n'
+
+
+def test_a_refused_reload_lists_the_keys_and_what_helps(daemon: Daemon) -> None:
+    daemon.start()
+    daemon.write("[links]\nheartbeat = '1s'\n", port=1)
+    done = daemon.ctl("reload")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines() == [
+        "decodectl: reload refused, the old configuration stays:",
+        '  links.heartbeat: "2s" -> "1s" needs a restart',
+        "  http.port: 0 -> 1 needs a restart",
+        "to apply what needs a restart: systemctl restart decoded",
+    ]
+    daemon.config.write_text("[log]\nlevl = 'info'\n")
+    assert "systemctl" not in daemon.ctl("reload").stderr
 
 
 def test_a_verb_the_daemon_does_not_know(daemon: Daemon) -> None:
@@ -153,7 +202,7 @@ def test_drain_waits_for_requests_in_flight(daemon: Daemon) -> None:
 
 
 def test_wait_ready_may_come_before_the_daemon(daemon: Daemon) -> None:
-    nobody = daemon.ctl("wait", "ready", "--timeout", "0.2")
+    nobody = daemon.ctl("wait", "ready", "--timeout", "200ms")
     assert nobody.returncode == 1
     assert "not ready after 0.2 s; last seen: cannot reach the daemon" in nobody.stderr
     command = [
@@ -170,6 +219,18 @@ def test_wait_ready_may_come_before_the_daemon(daemon: Daemon) -> None:
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE) as waiting:
         daemon.start()
         assert waiting.wait(30) == 0
+
+
+def test_waiting_for_a_drained_daemon_says_how_it_gets_ready(daemon: Daemon) -> None:
+    daemon.start()
+    assert daemon.ctl("wait", "ready").stdout == "ready\n"
+    hint = "drained; `decodectl resume` takes work again"
+    assert daemon.ctl("drain").stdout == f"{hint}\n"
+    done = daemon.ctl("wait", "ready", "--timeout", "300ms")
+    assert (done.returncode, done.stderr.splitlines()) == (
+        1,
+        [f"decodectl: waiting, but decoded is {hint}", "decodectl: not ready after 0.3 s; last seen: drained"],
+    )
 
 
 def test_wait_drained_fails_at_once_without_a_daemon(daemon: Daemon) -> None:
@@ -235,17 +296,17 @@ def test_text_of_nested_data_and_tables() -> None:
     }
     assert to_text(data).splitlines() == [
         "state         ready",
-        "uptime_s      2 h 03 min",
+        "uptime        2 h 03 min",
         "num_running   1,234",
         "is_healthy    yes",
         "model:",
-        "  name         m",
-        "  state_bytes  3.00 MiB",
-        "  rate_bps     50.0 Mbit/s",
+        "  name   m",
+        "  state  3.00 MiB",
+        "  rate   50.0 Mbit/s",
         "empty         -",
         "tokens_per_s  12.35",
         "peers:",
-        "  name    rtt_s  links  why",
+        "  name      rtt  links  why",
         "  a     10.0 ms  1, 2     -",
         "  bb          -  -        -",
         "last          -",
@@ -261,6 +322,12 @@ def test_text_of_nested_data_and_tables() -> None:
         ({"peers": [{"a": "x"}]}, "a\nx"),
         ([{"a": "x" * 60}], "a\n" + "x" * 45 + "..."),
         ([{"a": {"k": 1, "n_bytes": 2048}}], "a\nk=1 n_bytes=2.00 KiB"),
+        (
+            {"held_bytes": {"full": 2048, "window": 0}, "bytes_in": 1024},
+            "held:\n  full    2.00 KiB\n  window  0 B\nbytes_in  1.00 KiB",
+        ),
+        ({"state": "ready", "state_bytes": 5}, "state        ready\nstate_bytes  5 B"),
+        ({"tokens": 2000000.0}, "tokens  2,000,000"),
         ("plain", "plain"),
         (None, "-"),
         ({}, ""),
@@ -268,3 +335,31 @@ def test_text_of_nested_data_and_tables() -> None:
 )
 def test_text_of_other_replies(data: Any, text: str) -> None:
     assert to_text(data) == text
+
+
+def test_peers_fit_a_terminal_and_keep_the_reason_whole() -> None:
+    reason = "cannot connect to b1.example.net:7400: " + "no route to host " * 5
+    busy = {"name": "b1", "address": "203.0.113.17:7400", "state": "ready", "reason": "", "num_links": 5, "rtt_s": 0.04}
+    busy |= {"num_streams": 12, "bytes_in": 3 << 40, "bytes_out": 5 << 20, "delivery_bps": 4.7e7, "codec": "zstd"}
+    down = {**busy, "name": "b2", "state": "incompatible", "reason": reason, "rtt_s": None, "identity": {"x": "y" * 99}}
+    lines = peers_text([busy, down]).splitlines()
+    assert lines[0].split() == ["name", "state", "address", "links", "streams", "rtt", "in", "out", "rate", "reason"]
+    assert lines[1].split("  ")[-1] == "47.0 Mbit/s"
+    assert lines[2].endswith(f"  {reason.rstrip()}")
+    assert max(len(line) for line in lines[:2]) <= 110
+    assert peers_text([]) == "(none)"
+    assert peers_text([{"name": "a"}]) == "name\na"
+
+
+def test_status_says_nothing_twice() -> None:
+    data = {"state": "ready", "is_ready": True, "why": "ready", "state_bytes": {}, "uptime_s": 42.8}
+    assert status_text(data) == "state         ready\nstate_memory  0 B\nuptime        42.80 s"
+    data = {"state": "ready", "is_healthy": False, "is_ready": False, "why": "stalled", "state_bytes": {"full": 2048}}
+    assert status_text(data).splitlines() == [
+        "state       ready",
+        "is_healthy  no",
+        "is_ready    no",
+        "why         stalled",
+        "state_memory:",
+        "  full  2.00 KiB",
+    ]
