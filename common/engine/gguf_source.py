@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def needed_bytes(path: Path) -> int:
 
 def write_hf_directory(path: Path, staging: Path, progress: Callable[[str], None]) -> None:
     """Convert `path` into `staging`. Raises StartupError when the architecture is unknown or tensors are missing."""
+    check_reader()
     progress(f"reading {path.name}")
     config = _read_config(path)
     progress(f"converting the weights of {config.model_type} to float32")
@@ -41,6 +43,12 @@ def write_hf_directory(path: Path, staging: Path, progress: Callable[[str], None
     _save(staging, config, tensors)
     progress("building the tokenizer")
     _write_tokenizer(path, staging)
+
+
+def check_reader() -> None:
+    """Raises StartupError when the package that reads GGUF files is missing: the library would print a screenful."""
+    if find_spec("gguf") is None:
+        raise StartupError("Importing a GGUF file needs the package gguf: pip install gguf")
 
 
 def _read_config(path: Path) -> Any:
@@ -52,7 +60,7 @@ def _read_config(path: Path) -> Any:
         )
     except ImportError as error:
         raise StartupError(
-            f"Importing a GGUF file needs the extra `gguf`: pip install 'prfaas[gguf]' ({error})."
+            f"Importing a GGUF file needs a working package gguf: pip install --upgrade gguf ({error})."
         ) from None
     except MALFORMED as error:
         raise StartupError(f"{path} cannot be imported: {_one_line(error)}.") from error

@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PdError as error:
         text = json.dumps({"error": {"code": error.code, "message": str(error)}}) + "\n" if args.json else ""
         sys.stdout.write(text)
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"prefillctl: {error}\n")
         return EXIT_RUNTIME
     sys.stdout.write(_result(manifest, args.dest, as_json=args.json))
     return EXIT_OK

@@ -464,6 +464,6 @@ def test_command_line(tmp_path: Path, hf: Path) -> None:
 def test_command_line_error(tmp_path: Path) -> None:
     done = run(tmp_path / "no", tmp_path / "served", "--json")
     assert done.returncode == 1
-    assert done.stderr == f"error: {tmp_path / 'no'} does not exist.\n"
+    assert done.stderr == f"prefillctl: {tmp_path / 'no'} does not exist.\n"
     assert json.loads(done.stdout)["error"]["code"] == "import"
     assert run("one-argument").returncode == 2
