@@ -23,7 +23,7 @@ PYTEST := $(BIN)/python -m pytest
 help: ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(VENV)/.ready ## create .venv with the product and its development tools
+setup: $(VENV)/.ready ## create .venv with the product and its development tools (a few minutes, once)
 
 $(VENV)/bin/python:
 	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 to 3.13 with venv and ssl is needed; set PYTHON=/path/to/it" >&2; exit 1; }
@@ -42,16 +42,16 @@ model: setup ## fetch and import a model once (MODEL=smollm2-135m-instruct | gem
 models: setup
 	@$(BIN)/python -m common.engine.fetch smollm2-135m-instruct gemma3-270m
 
-demo: model ## start both daemons on this machine and send them a short and a long prompt
+demo: model ## start both daemons on this machine and send them a short and a long prompt (a minute)
 	@$(BIN)/python -m benchmarks.demo $(ARGS)
 
-test: models ## the default test suite
+test: models ## the default test suite (up to 25 minutes; fetches Gemma 3 too: Google's Gemma terms)
 	$(PYTEST) -m '$(MARKS)' $(ARGS)
 
 test-all: models ## every test, the long lists too
 	$(PYTEST) -m '$(ALL_MARKS)' $(ARGS)
 
-check: setup ## format, lint, types, import rules
+check: setup ## format, lint, types, import rules (a minute or two)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -60,5 +60,5 @@ check: setup ## format, lint, types, import rules
 bench: model ## measure throughput and latency of a pair on this machine
 	@$(BIN)/python -m benchmarks.bench $(ARGS)
 
-clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+clean: ## remove .venv, build outputs and caches of the checkout (models in PRFAAS_HOME stay)
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
