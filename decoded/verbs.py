@@ -7,14 +7,35 @@ import math
 import re
 import time
 from itertools import count, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from common.daemon import Handler, version
 from common.errors import ControlError
+from common.request import RequestReport
 from decoded.active import ActiveRequest
 
 if TYPE_CHECKING:
     from decoded.service import DecodeService
+
+
+class Explainable(Protocol):
+    """A request in flight, or what is kept of a finished one."""
+
+    @property
+    def stage(self) -> str:
+        """Where it is."""
+
+    @property
+    def decisions(self) -> list[dict[str, Any]]:
+        """Every routing decision with its terms."""
+
+    @property
+    def report(self) -> RequestReport:
+        """What happened to it."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Over all choices."""
 
 
 def handlers(service: DecodeService) -> dict[str, Handler]:
@@ -127,7 +148,7 @@ def explain_facts(service: DecodeService, request_id: str) -> Any:
 
     The id may be that of a response, with its prefix. Raises ControlError for an unknown one.
     """
-    known = {**service.dispatcher.records, **service.dispatcher.active}
+    known: dict[str, Explainable] = {**service.dispatcher.records, **service.dispatcher.active}
     for name in (request_id, re.sub(r"^(chat)?cmpl-", "", request_id)):
         if name in known:
             return _explain_one(known[name])
@@ -140,12 +161,12 @@ def explain_facts(service: DecodeService, request_id: str) -> Any:
     )
 
 
-def _prompts_of(name: str, known: dict[str, ActiveRequest]) -> list[ActiveRequest]:
+def _prompts_of(name: str, known: dict[str, Explainable]) -> list[Explainable]:
     """The requests of a list of prompts, in order: the API numbers their ids."""
     return [known[key] for key in takewhile(known.__contains__, (f"{name}-{n}" for n in count()))]
 
 
-def _explain_one(active: ActiveRequest) -> dict[str, Any]:
+def _explain_one(active: Explainable) -> dict[str, Any]:
     return {
         "stage": active.stage,
         "decisions": active.decisions,
