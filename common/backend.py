@@ -74,10 +74,27 @@ class ChunkDone:
     ended_at: float
 
 
+@dataclass(slots=True)
+class Marks:
+    """Monotonic instants of a generation or a prefill job; 0.0 until it happened."""
+
+    opened_at: float = 0.0
+    prefill_started_at: float = 0.0
+    prefill_ended_at: float = 0.0
+    joined_at: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+
+
 class PrefillJob(Protocol):
-    """A running prefill. Iteration raises RequestFailed or EngineDead; it ends after the last chunk's ChunkDone, which
-    follows the segment with `is_last`.
+    """A running prefill; `marks.prefill_started_at` is set before the first item comes.
+
+    Iteration raises RequestFailed or EngineDead; it ends after the last chunk's ChunkDone, which follows the segment
+    with `is_last`.
     """
+
+    @property
+    def marks(self) -> Marks: ...
 
     def __aiter__(self) -> AsyncIterator[ComputedSegment | ChunkDone]: ...
 
@@ -97,18 +114,6 @@ class StateSink(Protocol):
 
     def landed(self, start: int, stop: int, layers: tuple[int, ...]) -> None:
         """The segment's verified bytes are in place."""
-
-
-@dataclass(slots=True)
-class Marks:
-    """Monotonic instants of a generation; 0.0 until it happened."""
-
-    opened_at: float = 0.0
-    prefill_started_at: float = 0.0
-    prefill_ended_at: float = 0.0
-    joined_at: float = 0.0
-    first_token_at: float = 0.0
-    last_token_at: float = 0.0
 
 
 class Generation(Protocol):

@@ -39,6 +39,7 @@ class ActiveRequest:
         self._generation: Generation | None = None
         self._attempt: RemoteAttempt | None = None
         self._is_cancelled = False
+        self._failure: PdError | None = None
         self._is_closed = False
         self._joined_at = 0.0
         self._last_output_at: dict[int, float] = {}
@@ -54,32 +55,38 @@ class ActiveRequest:
             if self._generation is not None:
                 self._generation.cancel(choice)
             return
+        self._stop()
+        if self.stage in ("queued", "admitted"):
+            self._close("cancelled")
+
+    def _stop(self) -> None:
         self._is_cancelled = True
         if self._attempt is not None:
             self._attempt.cancel()
         if self._generation is not None:
             self._generation.cancel()
         self._admitted.set()
-        if self.stage in ("queued", "admitted"):
-            self._close("cancelled")
+
+    def abort(self, error: PdError) -> None:
+        """End the request with an error that whoever iterates it gets."""
+        self._failure = error
+        self._stop()
 
     def __aiter__(self) -> AsyncIterator[TokenOutput | PromptLogprobs]:
         return self._outputs()
 
     async def _outputs(self) -> AsyncIterator[TokenOutput | PromptLogprobs]:
-        outcome = "cancelled"
+        # Whatever is not expected below is a failure; leaving early is not.
+        outcome = "error"
         try:
-            if not await self._wait_admitted():
-                return
-            generation = self._generation = await self._dispatcher.backend.open(self.request)
-            if not await self._prefill(generation):
-                return
-            self.stage = "decoding"
-            async for output in generation:
-                if isinstance(output, TokenOutput):
-                    self._stamp(output, generation)
+            async for output in self._life():
                 yield output
+            if self._failure is not None:
+                raise self._failure
             outcome = "cancelled" if self._is_cancelled else "ok"
+        except (asyncio.CancelledError, GeneratorExit):
+            outcome = "cancelled"
+            raise
         except PdError as e:
             outcome = "shed" if isinstance(e, Overloaded | NoPeer) else "error"
             self.report.outcome = f"{outcome}: {e}"
@@ -88,6 +95,18 @@ class ActiveRequest:
             if self._generation is not None:
                 self._generation.cancel()
             self._close(outcome)
+
+    async def _life(self) -> AsyncIterator[TokenOutput | PromptLogprobs]:
+        if not await self._wait_admitted():
+            return
+        generation = self._generation = await self._dispatcher.backend.open(self.request)
+        if not await self._prefill(generation):
+            return
+        self.stage = "decoding"
+        async for output in generation:
+            if isinstance(output, TokenOutput):
+                self._stamp(output, generation)
+            yield output
 
     async def _wait_admitted(self) -> bool:
         await self._admitted.wait()
@@ -126,8 +145,14 @@ class ActiveRequest:
         try:
             if client is None:
                 raise TransferError(f"peer {peer} left the configuration")
-            timeout = self._dispatcher.settings.progress_timeout_s
-            self._attempt = start_remote(client, generation, self.request, sent_at, timeout)
+            self._attempt = start_remote(
+                client,
+                generation,
+                self.request,
+                now=sent_at,
+                progress_timeout_s=self._dispatcher.settings.progress_timeout_s,
+                has_alternative=lambda: self._dispatcher.has_ready_peer(other_than=peer),
+            )
             self.stage = f"prefill at {peer}"
             timing.route_s += sent_at - started_at
             transfer = await self._attempt.wait()

@@ -21,7 +21,7 @@ from common.policy.admission import AdmissionController
 from common.policy.fallback import FallbackBudget
 from common.policy.routing import Mode, RouteDecision, decide
 from common.policy.views import Demand, PeerView, RequestView
-from common.request import Request
+from common.request import Request, RequestReport
 from common.wire.frames import VERSION
 from decoded.active import ActiveRequest
 from decoded.metrics import DecodeMetrics
@@ -39,6 +39,16 @@ class DispatchSettings:
     max_attempts: int
     progress_timeout_s: float
     stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """What is kept of a finished request for `decodectl explain`: no tokens, or 1,000 long prompts would stay."""
+
+    decisions: list[dict[str, Any]]
+    report: RequestReport
+    num_output_tokens: int
+    stage: str = "finished"
 
 
 class Dispatcher:
@@ -59,7 +69,7 @@ class Dispatcher:
         self.settings, self.metrics = settings, metrics
         self.is_draining = False
         self.active: dict[str, ActiveRequest] = {}
-        self.records: OrderedDict[str, ActiveRequest] = OrderedDict()
+        self.records: OrderedDict[str, RequestRecord] = OrderedDict()
         self.last_output_at = 0.0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -78,14 +88,7 @@ class Dispatcher:
         """
         if self.is_draining:
             self._count_refusal("draining")
-            raise Overloaded(
-                "this server is draining and takes no new requests",
-                gate="draining",
-                value=len(self.active),
-                limit=0,
-                setting="decodectl resume",
-                retry_after_s=5.0,
-            )
+            raise _draining("this server is draining and takes no new requests", len(self.active))
         if request.request_id in self.active:
             raise InvalidRequest(f"request id {request.request_id!r} is in flight already", "X-Request-Id")
         demand = Demand(
@@ -110,11 +113,16 @@ class Dispatcher:
         self.active.pop(request_id, None)
         for started in self.admission.release(request_id):
             self.active[started].admit()
-        self.records[request_id] = active
+        self.records[request_id] = RequestRecord(active.decisions, active.report, active.num_output_tokens)
         while len(self.records) > _KEPT_RECORDS:
             self.records.popitem(last=False)
         if not self.active:
             self._idle.set()
+
+    def abort_all(self, why: str) -> None:
+        """End what is in flight with an error instead of a torn connection."""
+        for active in list(self.active.values()):
+            active.abort(_draining(why, len(self.active)))
 
     def start_admitted(self) -> None:
         """Let those run who fit now (after the limits were raised)."""
@@ -147,6 +155,10 @@ class Dispatcher:
     def client(self, name: str) -> PeerClient | None:
         """The peer of that name, if it is still configured."""
         return next((p for p in self.peers() if p.name == name), None)
+
+    def has_ready_peer(self, other_than: str) -> bool:
+        """Whether a request could go to another peer now."""
+        return any(p.state == "ready" and p.name != other_than for p in self.peers())
 
     def readiness(self) -> tuple[bool, str]:
         """Whether requests are served, and why not: draining, a dead engine, or work that waits while nothing moves."""
@@ -198,3 +210,7 @@ def peer_view(client: PeerClient) -> PeerView:
     """The router's view of one peer."""
     is_usable = client.state == "ready"
     return PeerView(client.name, is_usable, "" if is_usable else f"{client.state}: {client.reason}", client.num_streams)
+
+
+def _draining(why: str, num_active: int) -> Overloaded:
+    return Overloaded(why, gate="draining", value=num_active, limit=0, setting="decodectl resume", retry_after_s=5.0)

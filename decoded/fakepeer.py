@@ -49,7 +49,7 @@ class FakePrefilld:
     async def _serve(self, stream: ServerStream) -> None:
         num_tokens = len(stream.request.tokens)
         await stream.accept()
-        await stream.started()
+        await stream.started(time.monotonic())
         for segment in noise_segments(self._layout, stream.request.start, num_tokens):
             await stream.send_segment(segment)
             await stream.wait_staged_below(64 << 20)

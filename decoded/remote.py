@@ -6,12 +6,17 @@ Knows the net layer's PeerClient and the backend's Generation; decides nothing.
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.backend import Generation
 from common.errors import TransferTimeout
 from common.net.pool import PeerClient, RemotePrefill, RemoteRequest, TransferReport
 from common.request import Request, RequestReport
+
+_WATCH_S = 0.5
+_AWAY_S = 5.0
 
 
 @dataclass(slots=True)
@@ -22,32 +27,42 @@ class RemoteAttempt:
     prefill: RemotePrefill
     sent_at: float
     progress_timeout_s: float
+    has_alternative: Callable[[], bool]
 
     async def wait(self) -> TransferReport:
         """Until COMPLETE is verified.
 
         Raises:
-            TransferTimeout: nothing came for `progress_timeout_s`.
+            TransferTimeout: nothing came for `progress_timeout_s`, or the peer is away and another one is not.
             PeerError, TransferError: the peer refused or failed, or the state did not arrive.
         """
         waiter = asyncio.ensure_future(self.prefill.wait())
+        # Whoever leaves meanwhile must not leave an exception that nobody looked at.
+        waiter.add_done_callback(lambda w: w.cancelled() or w.exception())
         try:
-            last: object = None
-            while True:
-                done, _ = await asyncio.wait([waiter], timeout=self.progress_timeout_s)
-                if done:
-                    return waiter.result()
-                seen = self.prefill.progress
-                if seen == last:
-                    raise TransferTimeout(
-                        f"peer {self.client.name} sent neither state nor progress for {self.progress_timeout_s:g} s "
-                        f"(stream.progress_timeout)"
-                    )
-                last = seen
+            await self._watch(waiter)
+            return waiter.result()
         finally:
             if not waiter.done():
                 waiter.cancel()
                 self.prefill.cancel()
+
+    async def _watch(self, waiter: asyncio.Future[TransferReport]) -> None:
+        """Return when it is done; raise when waiting on makes no sense."""
+        last, moved_at, seen_at = self.prefill.progress, time.monotonic(), time.monotonic()
+        while not (await asyncio.wait([waiter], timeout=_WATCH_S))[0]:
+            now, progress, name = time.monotonic(), self.prefill.progress, self.client.name
+            is_here = self.client.state in ("ready", "draining")
+            # A queued stream is silent by nature: then the peer's heartbeat counts.
+            if progress != last or (is_here and not progress.first_chunk_at):
+                last, moved_at = progress, now
+            if is_here:
+                seen_at = now
+            elif now - seen_at > _AWAY_S and self.has_alternative():
+                raise TransferTimeout(f"peer {name} is away for {_AWAY_S:g} s and another one is not")
+            if now - moved_at > self.progress_timeout_s:
+                limit = f"{self.progress_timeout_s:g} s (stream.progress_timeout)"
+                raise TransferTimeout(f"peer {name} sent neither state nor progress for {limit}")
 
     def cancel(self) -> None:
         """The peer stops within one chunk."""
@@ -55,7 +70,13 @@ class RemoteAttempt:
 
 
 def start_remote(
-    client: PeerClient, generation: Generation, request: Request, now: float, progress_timeout_s: float
+    client: PeerClient,
+    generation: Generation,
+    request: Request,
+    *,
+    now: float,
+    progress_timeout_s: float,
+    has_alternative: Callable[[], bool],
 ) -> RemoteAttempt:
     """Send Prefill for prompt tokens [0, n-1). Raises PeerDraining or LinkLost when the peer is not ready."""
     wanted = RemoteRequest(
@@ -66,7 +87,8 @@ def start_remote(
         priority=request.priority,
         tenant_salt=b"",
     )
-    return RemoteAttempt(client, client.prefill(wanted, generation.sink), now, progress_timeout_s)
+    prefill = client.prefill(wanted, generation.sink)
+    return RemoteAttempt(client, prefill, now, progress_timeout_s, has_alternative)
 
 
 def record_transfer(report: RequestReport, transfer: TransferReport, sent_at: float) -> None:

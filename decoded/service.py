@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from common.config import read_lines
+from common.config import changes, read_lines, restart_problems
 from common.control import http_routes
 from common.daemon import FakePeer, Handler, version
 from common.errors import ConfigError, EngineDead, PdError, StartupError
@@ -77,25 +77,37 @@ class DecodeService:
                 await self.dispatcher.wait_idle()
 
     async def stop(self) -> None:
-        """Cancel what is in flight and release everything."""
+        """Cancel what is in flight, with an error for its client, and release everything."""
         if self._watch is not None:
             self._watch.cancel()
-        if self._runner is not None:
-            await self._runner.cleanup()
-        if hasattr(self, "peers"):
-            await self.peers.close()
-        if self._fake is not None:
-            await self._fake.close()
-        await self.backend.close()
-        if self.trace is not None:
-            self.trace.close()
+        async with contextlib.AsyncExitStack() as last:
+            # Runs from the bottom up, each whatever happens to the others.
+            if self.trace is not None:
+                last.callback(self.trace.close)
+            last.push_async_callback(self.backend.close)
+            if self._fake is not None:
+                last.push_async_callback(self._fake.close)
+            if hasattr(self, "peers"):  # start() may have failed before
+                last.push_async_callback(self.peers.close)
+            if self._runner is not None:
+                last.push_async_callback(self._runner.cleanup)
+            await self._abort_requests()
+
+    async def _abort_requests(self) -> None:
+        if hasattr(self, "dispatcher"):
+            self.dispatcher.abort_all("this server stops before the request could finish; send it again elsewhere")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self.dispatcher.wait_idle()
 
     async def reload(self, config: DecodeConfig) -> list[str]:
         """Take over what may change while running. Raises ConfigError naming what may not."""
-        changed = [k for k in type(config).model_fields if getattr(config, k) != getattr(self.config, k)]
-        fixed = [k for k in changed if k not in _RELOADABLE]
-        if fixed:
-            raise ConfigError([f"{k}: needs a restart to change" for k in fixed])
+        if problems := restart_problems(self.config, config, _RELOADABLE):
+            raise ConfigError(problems)
+        changed = changes(self.config, config)
+        was_set = self.dispatcher.settings.threshold_tokens
+        if was_set != float(self.config.routing.threshold_tokens):
+            changed.append(f"routing.threshold_tokens: {was_set:g} of `decodectl threshold` no longer holds")
         self.config = config
         self.dispatcher.admission.limits = _limits(config)
         self.dispatcher.fallback.set_rate(config.fallback.local_prefill_tokens_per_s, config.fallback.burst_tokens)

@@ -41,7 +41,7 @@ def make_app(
 
 async def start_site(app: web.Application, host: str, port: int, setting: str) -> tuple[web.AppRunner, int]:
     """Bind; returns the runner and the bound port. Raises StartupError naming the setting."""
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()

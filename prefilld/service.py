@@ -11,6 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
+from common.config import changes, restart_problems
 from common.daemon import FakePeer, Handler, version
 from common.errors import ConfigError, EngineDead, PdError
 from common.metrics import Metrics
@@ -86,22 +87,23 @@ class PrefillService:
         """Cancel what is in flight and release everything."""
         if self._watch is not None:
             self._watch.cancel()
-        if self._fake is not None:
-            await self._fake.close()
-        if self._server is not None:
-            await self._server.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
-        await self._backend.close()
-        if self._trace is not None:
-            self._trace.close()
+        async with contextlib.AsyncExitStack() as last:
+            # Runs from the bottom up, each whatever happens to the others.
+            if self._trace is not None:
+                last.callback(self._trace.close)
+            last.push_async_callback(self._backend.close)
+            if self._runner is not None:
+                last.push_async_callback(self._runner.cleanup)
+            if self._server is not None:
+                last.push_async_callback(self._server.close)
+            if self._fake is not None:
+                last.push_async_callback(self._fake.close)
 
     async def reload(self, config: PrefillConfig) -> list[str]:
         """Take over what may change while running. Raises ConfigError naming what may not."""
-        changed = [k for k in type(config).model_fields if getattr(config, k) != getattr(self.config, k)]
-        fixed = [k for k in changed if k not in _RELOADABLE]
-        if fixed:
-            raise ConfigError([f"{k}: needs a restart to change" for k in fixed])
+        if problems := restart_problems(self.config, config, _RELOADABLE):
+            raise ConfigError(problems)
+        changed = changes(self.config, config)
         self.config = config
         self._admission.limits = _limits(config)
         self._handler.max_prompt_tokens = config.limits.max_prompt_tokens

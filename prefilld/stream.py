@@ -44,7 +44,6 @@ class StreamRecord:
     num_computed_tokens: int = 0
     arrived_at: float = 0.0
     started_at: float = 0.0
-    announced_at: float = 0.0
     ended_at: float = 0.0
 
     @property
@@ -134,7 +133,7 @@ class StreamHandler:
             record.stage = "prefill"
             await self._pump(stream, job, record)
             record.stage = "sending"
-            await stream.complete(len(task.tokens), record.ended_at - record.announced_at)
+            await stream.complete(len(task.tokens), record.ended_at - record.started_at)
         except EngineError as e:
             log.error("engine failed: %s", e, extra=_extra(record))
             await stream.fail(PeerEngineFailed(f"the engine of the prefill peer failed: {e}"))
@@ -151,12 +150,10 @@ class StreamHandler:
         try:
             async for item in job:
                 if isinstance(item, ChunkDone):
-                    await self._chunk_done(stream, item, record)
+                    await self._chunk_done(stream, job, item, record)
                     continue
-                if not record.announced_at:
-                    # The peer counts queueing up to here and prefill from here: the two must join.
-                    record.announced_at = _now()
-                    await stream.started()
+                if not record.started_at:
+                    await self._started(stream, job, record)
                 await self._send(stream, item)
                 if stream.staged_bytes > self.max_staged_bytes and (resume is None or resume.done()):
                     self.metrics.paused.inc()
@@ -165,6 +162,11 @@ class StreamHandler:
         finally:
             if resume is not None:
                 resume.cancel()
+
+    async def _started(self, stream: ServerStream, job: PrefillJob, record: StreamRecord) -> None:
+        record.started_at = job.marks.prefill_started_at
+        self.metrics.queue_s.observe(record.started_at - record.arrived_at)
+        await stream.started(record.started_at)
 
     async def _resume(self, stream: ServerStream, job: PrefillJob) -> None:
         await stream.wait_staged_below(self.max_staged_bytes // 2)
@@ -178,10 +180,9 @@ class StreamHandler:
         self.metrics.raw_bytes.inc(sum(b.nbytes for b in segment.buffers))
         await stream.send_segment(segment)
 
-    async def _chunk_done(self, stream: ServerStream, chunk: ChunkDone, record: StreamRecord) -> None:
+    async def _chunk_done(self, stream: ServerStream, job: PrefillJob, chunk: ChunkDone, record: StreamRecord) -> None:
         if not record.started_at:
-            record.started_at = chunk.started_at
-            self.metrics.queue_s.observe(chunk.started_at - record.arrived_at)
+            await self._started(stream, job, record)
         if self._trace is not None:
             span = {"start": chunk.start, "stop": chunk.stop, "started_at": chunk.started_at}
             self._trace("chunk_done", now=chunk.ended_at, request_id=stream.request.request_id, **span)

@@ -164,8 +164,13 @@ class Link(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         """Drop the transport with whatever is in it."""
-        if self._transport is not None:
-            self._transport.abort()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
+        # A connect that is cancelled half-way closes the transport and never says connection_lost.
+        for timer in (self._timer, self._linger):
+            if timer is not None:
+                timer.cancel()
 
     def flush(self) -> None:
         """Hand on events, write what is to be sent, arm the timer."""

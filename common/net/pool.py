@@ -41,6 +41,8 @@ __all__ = [
     "TransferProgress",
     "TransferReport",
 ]
+_FAULT_CODES = {"protocol", "too_large", "unknown_frame", "bad_message", "checksum"}
+_MAX_FAULTS, _FAULT_WINDOW_S = 3, 30.0
 _EXPIRE_AGAIN_S = 0.02
 """The loop's clock is coarser than ours, so that the timer may come a moment too early."""
 
@@ -71,6 +73,7 @@ class PeerClient:
         self._load: dict[str, float] = {}
         self._is_draining = False
         self._refused_at: float | None = None
+        self._faults_at: list[float] = []
         self._last_error = ""
         self._is_local_error = False
         self._num_sessions = 0
@@ -185,6 +188,8 @@ class PeerClient:
             self._lease = asyncio.get_running_loop().call_later(self._session.lease_s, self._expire)
         if failure.code in INCOMPATIBLE_CODES or failure.code == "closing":
             self._session.fail_all(LinkLost(f"peer {self.name}: {failure.error}"))
+        if failure.code in _FAULT_CODES:
+            self._count_fault(at, failure)
         if not failure.is_refused:
             self._refused_at = None
         elif self._refused_at is None:
@@ -193,6 +198,14 @@ class PeerClient:
             self._session.fail_all(LinkLost(f"peer {self.name} is gone: {failure.error}"))
         self._set("incompatible" if failure.code in INCOMPATIBLE_CODES else "down", str(failure.error))
         self._flush()
+
+    def _count_fault(self, at: float, failure: Failure) -> None:
+        """What broke the protocol once may be noise; what does so after every Resume would go on for ever."""
+        self._faults_at = [t for t in self._faults_at if at - t < _FAULT_WINDOW_S] + [at]
+        if len(self._faults_at) >= _MAX_FAULTS:
+            self._faults_at.clear()
+            why = f"the protocol was broken {_MAX_FAULTS} times within {_FAULT_WINDOW_S:g} s"
+            self._session.fail_all(LinkLost(f"peer {self.name}: {why}: {failure.error}"))
 
     def dial_data(self, lost: int | None) -> None:
         """A data link opened or went."""

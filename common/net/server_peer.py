@@ -207,7 +207,10 @@ class ServerPeer:
         self.flush()
 
     def _ended(self, stream: SendStream) -> None:
-        served, task = self._streams[stream]
+        found = self._streams.get(stream)
+        if found is None:
+            return  # The handler is done already: nobody is left to tell.
+        served, task = found
         served.changed()
         is_own_doing = task is asyncio.current_task() or stream.phase is Phase.DONE
         if not is_own_doing and not (served.is_completing and isinstance(stream.error, LinkLost)):

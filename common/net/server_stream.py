@@ -88,10 +88,10 @@ class ServerStream:
         self._stream.refuse(error)
         self._port.settle(self._stream)
 
-    async def started(self) -> None:
-        """The first chunk begins."""
+    async def started(self, at: float) -> None:
+        """The first chunk began at that monotonic instant; `complete` counts prefill_s from there."""
         self._check()
-        self._stream.start(now())
+        self._stream.start(at)
         self._port.settle(self._stream)
 
     async def progress(self, num_computed: int) -> None:

@@ -99,7 +99,7 @@ class ServerSession:
         if isinstance(message, Resumed):
             self._on_resumed()
             return
-        if stream_id > self._last_id:
+        if stream_id > self._last_id and not isinstance(message, Resume):
             raise UnknownFrame(f"{message.type.name} for stream {stream_id}, the last one asked for is {self._last_id}")
         stream = self.streams.get(stream_id)
         if isinstance(message, Resume):
@@ -176,6 +176,7 @@ class ServerSession:
             raise BadMessage(f"RESUME: stream {stream_id} has a control link")
         proof = (resume.handle, resume.request_id, resume.token_hash)
         if stream is None or proof != (stream.handle, stream.prefill.request_id, stream.token_hash):
+            self._last_id = max(self._last_id, stream_id)
             error = StaleHandle(f"the handle of stream {stream_id} was used, has expired or is for another request")
             self._outbox.append(Out(stream_id, Refused(error.wire_code, str(error), None)))
             return

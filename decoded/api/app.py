@@ -60,7 +60,7 @@ def make_app(
 
 def make_runner(app: web.Application, **options: Any) -> web.AppRunner:
     """A runner for the application: a vanished client cancels its handler, requests are not logged line by line."""
-    return web.AppRunner(app, **{"handler_cancellation": True, "access_log": None, **options})
+    return web.AppRunner(app, **{"handler_cancellation": True, "access_log": None, "shutdown_timeout": 1.0, **options})
 
 
 class _Pages:

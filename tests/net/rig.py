@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -267,7 +268,7 @@ class Rig:
     async def serve(self, stream: ServerStream) -> None:
         """What prefilld does: accept, send everything chunk by chunk, complete."""
         await stream.accept(0)
-        await stream.started()
+        await stream.started(time.monotonic())
         await self.send(stream)
         await stream.complete(len(stream.request.tokens), 0.25)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import time
 from dataclasses import replace
 
 import pytest
@@ -52,7 +53,7 @@ class Gate:
         state = self.rig.states[stream.request.request_id] = State(self.rig.layout, num_tokens)
         segments = state.segments(stream.request.start, num_tokens)
         await stream.accept(0)
-        await stream.started()
+        await stream.started(time.monotonic())
         for i, segment in enumerate(segments):
             if i == int(len(segments) * self.part):
                 self.reached.set()
@@ -153,7 +154,7 @@ async def test_complete_raises_when_the_lease_ends():
 
         async def handler(stream):
             await stream.accept(0)
-            await stream.started()
+            await stream.started(time.monotonic())
             rig.proxy.flowing.clear()
             await rig.send(stream)
             completing.set()
@@ -174,7 +175,7 @@ async def test_detached_stream_waits_instead_of_computing_on():
 
         async def handler(stream):
             await stream.accept(0)
-            await stream.started()
+            await stream.started(time.monotonic())
             while not asked[0].progress.first_chunk_at:
                 await asyncio.sleep(0)
             rig.proxy.cut()

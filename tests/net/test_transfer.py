@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -57,7 +58,7 @@ async def test_segments_larger_than_the_limit_are_cut():
 
         async def handler(stream):
             await stream.accept(0)
-            await stream.started()
+            await stream.started(time.monotonic())
             state = rig.states["r1"] = State(layout, 500)
             await stream.send_segment(state.segment(0, 10, (0, 1, 2, 3)))
             await stream.send_segment(state.segment(10, 500, (3, 1)))
@@ -125,7 +126,7 @@ async def test_first_segment_lands_while_later_ones_are_not_computed_yet():
         async def handler(stream):
             state = rig.states["r1"] = State(WIDE, 600)
             await stream.accept(0)
-            await stream.started()
+            await stream.started(time.monotonic())
             first, *others = state.segments(0, 600)
             await stream.send_segment(first)
             await compute.wait()
@@ -166,7 +167,7 @@ async def test_staged_bytes_fall_with_acknowledgements():
 
         async def handler(stream):
             await stream.accept(0)
-            await stream.started()
+            await stream.started(time.monotonic())
             await rig.send(stream)
             seen.append(stream.staged_bytes)
             await stream.wait_staged_below(1)
