@@ -73,6 +73,10 @@ class Dispatcher:
         self.last_output_at = 0.0
         self._idle = asyncio.Event()
         self._idle.set()
+        metrics.running.set_function(lambda: len(admission.running))
+        metrics.queued.set_function(lambda: len(admission.queue))
+        metrics.queued_tokens.set_function(lambda: admission.num_queued_tokens)
+        metrics.threshold.set_function(lambda: self.settings.threshold_tokens)
 
     @property
     def info(self) -> ModelInfo:
@@ -186,12 +190,8 @@ class Dispatcher:
         return {"daemon": "decoded", "version": version(), "model": self.info.name, "protocol": VERSION}
 
     def update_gauges(self) -> None:
-        """Bring the gauges up to date; called twice a second and cheap."""
-        m, admission = self.metrics, self.admission
-        m.running.set(len(admission.running))
-        m.queued.set(len(admission.queue))
-        m.queued_tokens.set(admission.num_queued_tokens)
-        m.threshold.set(self.settings.threshold_tokens)
+        """Bring the gauges with labels up to date; called twice a second and cheap."""
+        m = self.metrics
         for kind, num_bytes in self.backend.stats().state_bytes.items():
             m.state_bytes.labels(kind).set(num_bytes)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import time
 import urllib.error
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -220,6 +223,73 @@ async def test_decoded_drains_and_exits_cleanly():
             await asyncio.to_thread(complete, c, 10)
         assert (await running)["usage"]["completion_tokens"] == 40
         assert await asyncio.to_thread(c.decoded.process.wait, 20) == 0
+
+
+def test_many_tiny_prompts_at_once_all_go_remote():
+    """The whole prefill is over before the event loop hears of its first segment: no part may come out negative."""
+    with fake_cluster(decoded={"routing": {"threshold_tokens": 0}}) as c:
+        for _ in range(3):
+            with ThreadPoolExecutor(12) as pool:
+                answers = list(pool.map(lambda _: complete(c, 2), range(12)))
+            assert [a["prfaas"]["route"] for a in answers] == ["remote"] * 12
+            assert min(a["prfaas"]["timing"][p] for a in answers for p in PARTS) >= 0
+        assert "peer is down" not in c.decoded.log_path.read_text()
+
+
+def test_silent_peer_whose_lease_ended_is_left_at_once_when_it_is_back():
+    """decoded sleeps past the lease: prefilld has forgotten the stream and says so instead of breaking the session."""
+    lease = {"stream": {"lease": "4s"}}
+    slow = {"fake": {**FAST["fake"], "prefill_tokens_per_s": 400}}
+    with fake_cluster(decoded=lease, prefilld={**lease, **slow}) as c, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(complete, c, 3000)
+        eventually(lambda: any(r["stage"] == "prefill" for r in c.prefillds[0].ctl("requests")))
+        c.decoded.process.send_signal(signal.SIGSTOP)
+        try:
+            eventually(lambda: c.prefillds[0].ctl("requests") == [], 30)
+        finally:
+            c.decoded.process.send_signal(signal.SIGCONT)
+        woken_at = time.monotonic()
+        assert answer.result(60)["prfaas"]["reason"] == "peer_failed"
+        assert time.monotonic() - woken_at < 10
+        c.wait_peers()
+
+
+def test_drain_timeout_ends_in_order_with_an_error_for_the_client():
+    slow = {"fake": {**FAST["fake"], "decode_tokens_per_s": 5}}
+    with fake_cluster(0, decoded={**slow, "drain": {"timeout": "1s"}}) as c, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(complete, c, 10, 500, ignore_eos=True)
+        eventually(lambda: c.decoded.ctl("requests") != [])
+        told_at = time.monotonic()
+        c.decoded.process.send_signal(signal.SIGTERM)
+        assert c.decoded.process.wait(20) == 0
+        assert time.monotonic() - told_at < 6
+        with pytest.raises(urllib.error.HTTPError) as e:
+            running.result(10)
+        assert http_status(e.value)[0] == 503
+
+
+def test_full_disk_under_the_trace_does_not_stop_serving():
+    full = {"log": {"trace_file": "/dev/full"}}
+    with fake_cluster(decoded=full, prefilld=full) as c:
+        for _ in range(40):
+            assert complete(c, 2000)["prfaas"]["route"] == "remote"
+        eventually(lambda: "the trace ends here" in c.prefillds[0].log_path.read_text())
+        assert {d.name: d.stop() for d in c.daemons} == {"prefilld0": 0, "decoded": 0}
+
+
+def test_finished_requests_are_kept_without_their_tokens():
+    long = {"prefill_tokens_per_s": 0, "num_layers": 1, "num_heads": 1, "head_dim": 8, "max_context": 131072}
+    with fake_cluster(0, decoded={"routing": {"mode": "local-only"}, "fake": long}) as c:
+        complete(c, 100_000, max_tokens=1)
+        before = resident_bytes(c.decoded.pid)
+        for _ in range(15):
+            complete(c, 100_000, max_tokens=1)
+        assert resident_bytes(c.decoded.pid) - before < 30e6
+
+
+def resident_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_short_prompt_overtakes_a_long_one_at_prefilld():
