@@ -14,6 +14,8 @@ from common.errors import ControlError
 from common.request import RequestReport
 from decoded.active import ActiveRequest
 
+_MAX_THRESHOLD = 10**9
+
 if TYPE_CHECKING:
     from decoded.service import DecodeService
 
@@ -88,14 +90,13 @@ def number(value: float) -> float | int | str:
 
 
 def parse_threshold(value: object) -> float:
-    """A token count >= 0 or "inf". Raises ControlError."""
-    try:
-        parsed = float(str(value))
-    except ValueError:
-        parsed = math.nan
-    if not parsed >= 0 or (not math.isinf(parsed) and parsed != int(parsed)):
-        raise ControlError(f"threshold {value!r} is not a token count of 0 or more, or inf")
-    return parsed
+    """A token count from 0 to 10**9, or "inf". Raises ControlError."""
+    text = str(value)
+    if text == "inf":
+        return math.inf
+    if not (text.isascii() and text.isdigit() and int(text) <= _MAX_THRESHOLD):
+        raise ControlError(f"threshold {text[:40]!r} is not a token count from 0 to {_MAX_THRESHOLD}, nor inf")
+    return float(text)
 
 
 def status_facts(service: DecodeService) -> dict[str, Any]:

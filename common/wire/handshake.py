@@ -77,7 +77,9 @@ class Handshake:
             raise AuthFailed(f"the peer's Hello has our own role {hello.role!r} or nonce: it is not a peer")
         if hello.is_keyed != (self.config.key is not None):
             ours, theirs = ("has a", "none") if self.config.key is not None else ("has no", "one")
-            raise AuthFailed(f"this end {ours} shared key, the peer has {theirs}: security.mode must be the same")
+            # By role, not "this end": the other end shows the same words to its own operator.
+            who = f"the {self.config.role} end {ours} shared key, the {hello.role} end has {theirs}"
+            raise AuthFailed(f"{who}: security.key_file must be the same on both")
         if self.config.role == "prefill":
             self.session, self.link = hello.session, hello.link
             self._send_hello()

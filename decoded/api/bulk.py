@@ -67,6 +67,10 @@ class Preparer:
 
     async def _read(self, request: web.Request, enter_gate: Any) -> bytes:
         """The body, refused as soon as it is known to be too large."""
+        # Here and not above: the worker process imports this module and needs to start fast.
+        from aiohttp import http_exceptions
+        from aiohttp.web import RequestPayloadError
+
         settings = self._settings
         if (request.content_length or 0) > settings.max_body_bytes:
             raise _too_large(settings)
@@ -82,6 +86,10 @@ class Preparer:
         except TimeoutError as error:
             message = f"The body did not arrive within {settings.body_timeout_s:g} s."
             raise RequestRefused(message, None, "body_timeout", 408) from error
+        except (http_exceptions.HttpProcessingError, RequestPayloadError) as error:
+            # A Content-Encoding that does not hold, a broken chunk: aiohttp raises these from the read.
+            message = f"The body cannot be read: {error}. Send plain JSON, or an intact Content-Encoding."
+            raise RequestRefused(message, None, "invalid_body") from error
         return bytes(body)
 
     @asynccontextmanager

@@ -82,7 +82,8 @@ def encode(source: Source, params: Params, limits: Limits, tokenizer: Tokenizer)
     Raises:
         RequestRefused: the prompt is empty or does not fit together with the tokens asked for.
     """
-    max_tokens = limits.max_context - (params.max_tokens if params.max_tokens is not None else 1)
+    # Even with max_tokens 0 the engine computes the last prompt token, whose output is then thrown away.
+    max_tokens = limits.max_context - max(1, params.max_tokens if params.max_tokens is not None else 1)
     is_chat = params.kind == "chat"
     name = "messages" if is_chat else "prompt"
     text: str | None = None

@@ -85,6 +85,8 @@ def test_threshold_verb_zero_sends_all_and_inf_none(cluster):
     assert ctl("threshold", "1000") == {"threshold_tokens": 1000}
     with pytest.raises(subprocess.CalledProcessError):
         ctl("threshold", "-1")
+    with pytest.raises(subprocess.CalledProcessError):
+        ctl("threshold", "1e300")
 
 
 def test_explain_prints_the_inequality_and_what_happened(cluster):
@@ -100,6 +102,14 @@ def test_echo_with_logprobs_stays_local(cluster):
     answer = complete(cluster, 1500, echo=True, logprobs=1)
     assert answer["prfaas"]["reason"] == "prompt_logprobs"
     assert len(tokens_of(answer)) == 1508
+
+
+def test_echo_without_output_still_needs_room_for_the_last_token(cluster):
+    limit = cluster.decoded.ctl("status")["model"].get("max_context", 32768)
+    with pytest.raises(urllib.error.HTTPError) as e:
+        complete(cluster, limit, max_tokens=0, echo=True)
+    status, error = http_status(e.value)
+    assert (status, error["error"]["code"]) == (400, "context_length_exceeded")
 
 
 def test_every_choice_from_one_transfer(cluster):
