@@ -18,23 +18,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from common.layout import StateLayout
+from common.layout import ModelInfo
 from common.request import PromptLogprobs, Request, TokenOutput
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """Identity and limits of the loaded model. Digests are hex; equal content has equal digests on every machine."""
-
-    name: str
-    weights_digest: str
-    config_digest: str
-    tokenizer_digest: str
-    layout: StateLayout
-    vocab_size: int
-    max_context: int
-    eos_token_ids: tuple[int, ...]
-    numerics: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

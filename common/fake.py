@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import RequestFailed
-from common.layout import StateLayout, StateSpec, TensorSpec
+from common.layout import ModelInfo, StateLayout, StateSpec, TensorSpec
 from common.request import TokenLogprob
 from common.sched import sequence as seq
-from common.sched.executor import ChunkResult, ModelFacts, Sampled, Slot
+from common.sched.executor import ChunkResult, Sampled, Slot
 from common.sched.specs import slot_bytes, slot_rows
 
 U64 = npt.NDArray[np.uint64]
@@ -157,7 +157,7 @@ class FakeExecutor:
     ) -> None:
         self.options, self._clock, self._sleep = options, clock, sleep
         layout = options.layout()
-        self.facts = ModelFacts(
+        self.facts = ModelInfo(
             name="fake",
             weights_digest=layout.digest,
             config_digest=layout.digest,

@@ -1,4 +1,4 @@
-"""What state a model has: one StateSpec per (layer, kind), in wire order. Plain data; knows no model family.
+"""Which model, and what state it has: one StateSpec per (layer, kind), in wire order. Plain data; no model families.
 
 Kinds: `full` (rows for every token), `window` (the last window-1 earlier rows matter), `latent` (MLA rows), `recurrent`
 (fixed size, valid at exactly one position). A layer that is two at once has two entries. Everywhere on the wire and in
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Literal
 
@@ -96,3 +96,18 @@ class StateLayout:
             if first < stop:
                 out[n] = (first, stop)
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Identity and limits of the loaded model. Digests are hex; equal content has equal digests on every machine."""
+
+    name: str
+    weights_digest: str
+    config_digest: str
+    tokenizer_digest: str
+    layout: StateLayout
+    vocab_size: int
+    max_context: int
+    eos_token_ids: tuple[int, ...]
+    numerics: dict[str, str] = field(default_factory=dict)

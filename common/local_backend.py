@@ -7,10 +7,12 @@ daemons, with the torch engine or the fake one behind it.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator
+from typing import Generic, TypeVar
 
 from common.backend import (
     BackendStats,
@@ -18,17 +20,19 @@ from common.backend import (
     ComputedSegment,
     Generation,
     Marks,
-    ModelInfo,
     PrefillJob,
     PrefillTask,
     StateSink,
 )
 from common.errors import EngineDead, RequestFailed
+from common.layout import ModelInfo
 from common.request import PromptLogprobs, Request, TokenOutput
 from common.sched.executor import Executor, Slot
 from common.sched.scheduler import ChoiceEnded, Event, Scheduler
 from common.sched.sequence import Sequence
 from common.worker import EngineWorker, Factory, Item, WorkerOptions
+
+T = TypeVar("T")
 
 
 class LocalBackend:
@@ -48,17 +52,8 @@ class LocalBackend:
         await self.worker.start(self._died)
         self.executor = self.worker.executor
         facts = self.executor.facts
-        self.info = ModelInfo(
-            name=facts.name,
-            weights_digest=facts.weights_digest,
-            config_digest=facts.config_digest,
-            tokenizer_digest=facts.tokenizer_digest,
-            layout=facts.layout,
-            vocab_size=facts.vocab_size,
-            max_context=facts.max_context,
-            eos_token_ids=facts.eos_token_ids,
-            numerics=dict(facts.numerics, chunk_tokens=str(self.worker.options.chunk_tokens)),
-        )
+        numerics = dict(facts.numerics, chunk_tokens=str(self.worker.options.chunk_tokens))
+        self.info = dataclasses.replace(facts, numerics=numerics)
 
     async def close(self) -> None:
         """Stop the engine thread; whatever runs ends with EngineDead."""
@@ -143,13 +138,42 @@ class LocalSink:
         self._slot.landed(start, stop, layers)
 
 
-class LocalGeneration:
+class _Outputs(Generic[T]):
+    """What an owner of sequences puts out: a queue that ends once, with or without an error."""
+
+    def __init__(self, backend: LocalBackend) -> None:
+        self._backend = backend
+        self._queue: asyncio.Queue[T | RequestFailed | EngineDead | None] = asyncio.Queue()
+        self.marks = Marks(opened_at=time.monotonic())
+
+    def push(self, item: Item) -> None:
+        """One output from the engine, on the event loop."""
+        raise NotImplementedError
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self._items()
+
+    async def _items(self) -> AsyncIterator[T]:
+        while (item := await self._queue.get()) is not None:
+            if isinstance(item, RequestFailed | EngineDead):
+                self._queue.put_nowait(item)
+                raise item
+            yield item
+        # Whoever asks again gets the same end, at once.
+        self._queue.put_nowait(None)
+
+    def _finish(self, last: RequestFailed | EngineDead | None) -> None:
+        if self in self._backend._owners:
+            self._backend._owners.discard(self)
+            self._queue.put_nowait(last)
+
+
+class LocalGeneration(_Outputs[TokenOutput | PromptLogprobs]):
     """One request: its sequences in the engine, and the queue of what they put out."""
 
     def __init__(self, backend: LocalBackend, request: Request) -> None:
-        self._backend, self._request = backend, request
-        self.marks = Marks(opened_at=time.monotonic())
-        self._queue: asyncio.Queue[TokenOutput | PromptLogprobs | RequestFailed | EngineDead | None] = asyncio.Queue()
+        super().__init__(backend)
+        self._request = request
         self._open_choices = set(range(request.num_choices))
         self._has_sink = self._has_state = False
         self._capacity = min(request.state_tokens, backend.info.max_context)
@@ -235,25 +259,9 @@ class LocalGeneration:
         elif isinstance(item, PromptLogprobs):
             self._queue.put_nowait(item)
 
-    def __aiter__(self) -> AsyncIterator[TokenOutput | PromptLogprobs]:
-        return self._outputs()
-
-    async def _outputs(self) -> AsyncIterator[TokenOutput | PromptLogprobs]:
-        while (item := await self._queue.get()) is not None:
-            if isinstance(item, RequestFailed | EngineDead):
-                self._queue.put_nowait(item)
-                raise item
-            yield item
-        self._queue.put_nowait(None)
-
     def _end_if_done(self) -> None:
         if not self._open_choices:
             self._finish(None)
-
-    def _finish(self, last: RequestFailed | EngineDead | None) -> None:
-        if self in self._backend._owners:
-            self._backend._owners.discard(self)
-            self._queue.put_nowait(last)
 
     def _release_hold(self, scheduler: Scheduler) -> list[Event]:
         """On the engine thread: the sequence may be scheduled."""
@@ -280,13 +288,11 @@ class LocalGeneration:
         return new
 
 
-class LocalPrefill:
+class LocalPrefill(_Outputs[ComputedSegment | ChunkDone]):
     """One prefill job: a sequence that samples nothing."""
 
     def __init__(self, backend: LocalBackend, task: PrefillTask) -> None:
-        self._backend = backend
-        self.marks = Marks(opened_at=time.monotonic())
-        self._queue: asyncio.Queue[ComputedSegment | ChunkDone | RequestFailed | EngineDead | None] = asyncio.Queue()
+        super().__init__(backend)
         self._num_tokens = len(task.tokens)
         self._seq = seq = Sequence(
             seq_id=next(backend._ids),
@@ -323,20 +329,3 @@ class LocalPrefill:
             self._queue.put_nowait(item)
             if isinstance(item, ChunkDone) and item.stop == self._num_tokens:
                 self._finish(None)
-
-    def __aiter__(self) -> AsyncIterator[ComputedSegment | ChunkDone]:
-        return self._items()
-
-    async def _items(self) -> AsyncIterator[ComputedSegment | ChunkDone]:
-        while (item := await self._queue.get()) is not None:
-            if isinstance(item, RequestFailed | EngineDead):
-                self._queue.put_nowait(item)
-                raise item
-            yield item
-        # Whoever asks again gets the same end, at once.
-        self._queue.put_nowait(None)
-
-    def _finish(self, last: RequestFailed | EngineDead | None) -> None:
-        if self in self._backend._owners:
-            self._backend._owners.discard(self)
-            self._queue.put_nowait(last)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import secrets
 
-from common.backend import ModelInfo
 from common.config import SharedConfig, read_key
 from common.errors import StartupError
 from common.fake import FakeExecutor, FakeOptions
+from common.layout import ModelInfo
 from common.local_backend import LocalBackend
 from common.net.options import LinkOptions, LocalEnd, Role
 from common.sched.executor import Executor

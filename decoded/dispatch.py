@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.backend import Backend, BackendStats, ModelInfo
+from common.backend import Backend, BackendStats
 from common.daemon import version
 from common.errors import InvalidRequest, Overloaded
+from common.layout import ModelInfo
 from common.net.pool import PeerClient
 from common.policy.admission import AdmissionController
 from common.policy.fallback import FallbackBudget

@@ -10,10 +10,9 @@ import dataclasses
 import logging
 import random
 
-from common.backend import ModelInfo
 from common.daemon import FakePeer
 from common.errors import PeerError, TransferError
-from common.layout import StateLayout
+from common.layout import ModelInfo, StateLayout
 from common.net.options import RemoteRequest
 from common.net.pool import PeerClient
 from common.net.relay import Relay

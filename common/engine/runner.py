@@ -20,8 +20,9 @@ from common.engine.probe import PROBE_TOKENS, check_same, layout_of, probe, stab
 from common.engine.sampler import sample, token_logprobs
 from common.engine.state import DTYPES, SlotState
 from common.errors import RequestFailed, StartupError
+from common.layout import ModelInfo
 from common.sched import sequence as seq
-from common.sched.executor import ChunkResult, ModelFacts, Sampled, Slot
+from common.sched.executor import ChunkResult, Sampled, Slot
 from common.sched.specs import slot_bytes
 
 
@@ -50,7 +51,7 @@ def load(path: Path, options: RunnerOptions) -> Runner:
 class Runner:
     """Runs one model. `new_slot` may be called from any thread, the rest on the engine thread only."""
 
-    facts: ModelFacts
+    facts: ModelInfo
 
     def __init__(self, loaded: LoadedModel, options: RunnerOptions) -> None:
         self._model, self._options = loaded.model, options
@@ -62,7 +63,7 @@ class Runner:
         layout = layout_of(cache, kv_dtype)
         self._number_of = {spec.layer: number for number, spec in enumerate(layout.states)}
         self._layout, manifest = layout, loaded.manifest
-        self.facts = ModelFacts(
+        self.facts = ModelInfo(
             name=manifest.name,
             weights_digest=manifest.weights_digest,
             config_digest=manifest.config_digest,

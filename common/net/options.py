@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from common.backend import ModelInfo
+from common.layout import ModelInfo
 
 Role = Literal["decode", "prefill"]
 PeerState = Literal["connecting", "ready", "draining", "incompatible", "down"]

@@ -7,30 +7,15 @@ crosses as byte views in StateLayout's segment order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from common.errors import RequestFailed
-from common.layout import StateLayout
+from common.layout import ModelInfo
 from common.request import TokenLogprob
 
 if TYPE_CHECKING:
     from common.sched import sequence as seq
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """Identity and limits of the loaded model, as ModelInfo has them."""
-
-    name: str
-    weights_digest: str
-    config_digest: str
-    tokenizer_digest: str
-    layout: StateLayout
-    vocab_size: int
-    max_context: int
-    eos_token_ids: tuple[int, ...]
-    numerics: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +63,7 @@ class ChunkResult:
 class Executor(Protocol):
     """Runs forwards. `new_slot` may be called from any thread, the rest on the engine thread only."""
 
-    facts: ModelFacts
+    facts: ModelInfo
 
     def new_slot(self, num_tokens: int) -> Slot:
         """State memory for a sequence of up to `num_tokens` tokens."""

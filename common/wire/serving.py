@@ -22,39 +22,20 @@ from common.errors import (
 )
 from common.wire.messages import Ack, Cancel, Credit, HelloAck, Message, Prefill, Refused, Resume, Resumed
 from common.wire.outgoing import OutPiece, OutSegment, SendStream
-from common.wire.session import Event, Out, SegmentAcked, StreamEnded, StreamRequested, StreamResumed
+from common.wire.session import Out, SegmentAcked, Session, StreamEnded, StreamRequested, StreamResumed
 from common.wire.tables import Attach
 from common.wire.tokens import largest_token
 
 
-class ServerSession:
+class ServerSession(Session):
     """All streams of one client process. `new_handle` draws 16 random bytes."""
 
     def __init__(self, ours: HelloAck, vocab_size: int, new_handle: Callable[[], bytes]) -> None:
-        self.ours, self.vocab_size, self.new_handle = ours, vocab_size, new_handle
-        self.peer: HelloAck | None = None
-        self.is_attached = self.is_draining = False
-        self.detached_at = 0.0
+        super().__init__(ours)
+        self.vocab_size, self.new_handle = vocab_size, new_handle
+        self.is_draining = False
         self.streams: dict[int, SendStream] = {}
         self._turns: deque[int] = deque()
-        self._last_id = 0
-        self._outbox: list[Out] = []
-        self._events: list[Event] = []
-
-    @property
-    def lease_s(self) -> float:
-        """How long detached streams live."""
-        return min(self.ours.lease_s, self.peer.lease_s if self.peer is not None else self.ours.lease_s)
-
-    def take_outbox(self) -> list[Out]:
-        """Messages for the control link since the last call."""
-        outbox, self._outbox = self._outbox, []
-        return outbox
-
-    def events(self) -> list[Event]:
-        """What happened since the last call."""
-        events, self._events = self._events, []
-        return events
 
     # ---- control link
 

@@ -89,16 +89,14 @@ class StreamResumed:
 Event = SegmentArrived | StreamEnded | StreamRequested | StreamResumed | SegmentAcked
 
 
-class ClientSession:
-    """decoded's streams at one peer process."""
+class Session:
+    """What both ends have in common: who the peer is, messages for the control link, events for the caller."""
 
-    def __init__(self, ours: HelloAck, layout: StateLayout, credit_bytes: int) -> None:
-        self.ours, self.layout, self.credit_bytes = ours, layout, credit_bytes
+    def __init__(self, ours: HelloAck) -> None:
+        self.ours = ours
         self.peer: HelloAck | None = None
         self.is_attached = False
         self.detached_at = 0.0
-        self.streams: dict[int, ReceiveStream] = {}
-        self._credit = CreditPool(credit_bytes, ours.max_segment_bytes)
         self._last_id = 0
         self._outbox: list[Out] = []
         self._events: list[Event] = []
@@ -117,6 +115,16 @@ class ClientSession:
         """What happened since the last call."""
         events, self._events = self._events, []
         return events
+
+
+class ClientSession(Session):
+    """decoded's streams at one peer process."""
+
+    def __init__(self, ours: HelloAck, layout: StateLayout, credit_bytes: int) -> None:
+        super().__init__(ours)
+        self.layout, self.credit_bytes = layout, credit_bytes
+        self.streams: dict[int, ReceiveStream] = {}
+        self._credit = CreditPool(credit_bytes, ours.max_segment_bytes)
 
     # ---- control link
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from common.backend import ModelInfo
+from common.layout import ModelInfo
 from common.request import PromptLogprobs, Request, RequestReport, TokenOutput
 
 

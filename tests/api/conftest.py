@@ -14,8 +14,7 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from common.backend import ModelInfo
-from common.layout import StateLayout
+from common.layout import ModelInfo, StateLayout
 from common.request import PromptLogprobs, Request, RequestReport, Timing, TokenLogprob, TokenOutput
 from decoded.api.app import make_app, make_runner
 from decoded.api.contract import ApiSettings

@@ -14,12 +14,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
-from common.backend import ModelInfo
 from common.engine.importer import import_model
 from common.engine.loader import LoadedModel, load_model, verify_model_dir
 from common.engine.manifest import build_manifest, canonical_digest, model_digests, read_manifest
 from common.errors import StartupError
-from common.layout import StateLayout
+from common.layout import ModelInfo, StateLayout
 
 SIZES = {
     "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,

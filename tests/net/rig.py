@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import uvloop
 
-from common.backend import ComputedSegment, ModelInfo
-from common.layout import StateLayout, StateSpec, TensorSpec
+from common.backend import ComputedSegment
+from common.layout import ModelInfo, StateLayout, StateSpec, TensorSpec
 from common.net.options import LinkOptions, LocalEnd, RemoteRequest
 from common.net.pool import PeerClient, RemotePrefill
 from common.net.server import PrefillServer, ServerStream
