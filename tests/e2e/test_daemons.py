@@ -291,11 +291,15 @@ def test_full_disk_under_the_trace_does_not_stop_serving():
 def test_finished_requests_are_kept_without_their_tokens():
     long = {"prefill_tokens_per_s": 0, "num_layers": 1, "num_heads": 1, "head_dim": 8, "max_context": 131072}
     with fake_cluster(0, decoded={"routing": {"mode": "local-only"}, "fake": long}) as c:
-        complete(c, 100_000, max_tokens=1)
-        before = resident_bytes(c.decoded.pid)
-        for _ in range(15):
+        for _ in range(5):
             complete(c, 100_000, max_tokens=1)
-        assert resident_bytes(c.decoded.pid) - before < 30e6
+        before = resident_bytes(c.decoded.pid)
+        for _ in range(25):
+            complete(c, 100_000, max_tokens=1)
+        grown = resident_bytes(c.decoded.pid) - before
+        print(f"{grown / 1e6:.1f} MB for 25 requests")
+        # One prompt of this length takes about 5 MB as a tuple and a list: all of them would be 120 MB.
+        assert grown < 60e6
 
 
 def resident_bytes(pid: int) -> int:
