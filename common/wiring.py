@@ -7,6 +7,7 @@ engine's factory, on the engine's thread.
 from __future__ import annotations
 
 import secrets
+import socket
 
 from common.config import SharedConfig, read_key
 from common.errors import StartupError
@@ -96,6 +97,19 @@ def link_options(config: SharedConfig) -> LinkOptions:
         reconnect_min_s=links.reconnect_min,
         reconnect_max_s=links.reconnect_max,
     )
+
+
+def check_port(host: str, port: int, setting: str) -> None:
+    """Find out that an address is taken before a large model is loaded, not after. Raises StartupError."""
+    if port == 0:
+        return
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as e:
+        raise StartupError(f"cannot listen on {host}:{port} ({setting}): {e.strerror or e}") from e
 
 
 def make_trace(config: SharedConfig) -> TraceWriter | None:

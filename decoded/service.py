@@ -19,7 +19,7 @@ from common.metrics import Metrics
 from common.net.options import LocalEnd
 from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.fallback import FallbackBudget
-from common.wiring import local_end, make_backend, make_trace
+from common.wiring import check_port, local_end, make_backend, make_trace
 from decoded import verbs
 from decoded.api.app import make_app, make_runner
 from decoded.api.contract import ApiSettings
@@ -57,6 +57,7 @@ class DecodeService:
     async def start(self) -> None:
         """Load the model, connect the peers, then serve. Raises StartupError."""
         config = self.config
+        check_port(config.http.host, config.http.port, "http.port")
         log.info("loading the model", extra={"path": str(config.model.path or "fake")})
         await self.backend.start()
         self.tokenizer = await asyncio.to_thread(_load_tokenizer, config)

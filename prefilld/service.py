@@ -18,7 +18,7 @@ from common.metrics import Metrics
 from common.net.server import PrefillServer
 from common.policy.admission import AdmissionController, AdmissionLimits
 from common.wire.connection import Closed
-from common.wiring import link_options, local_end, make_backend, make_trace
+from common.wiring import check_port, link_options, local_end, make_backend, make_trace
 from prefilld.config import PrefillConfig
 from prefilld.fakepeer import FakeDecoded
 from prefilld.http import make_app, start_site
@@ -60,6 +60,8 @@ class PrefillService:
     async def start(self) -> None:
         """Load the model, then listen. Raises StartupError."""
         config = self.config
+        check_port(config.listen.host, config.listen.port, "listen.port")
+        check_port(config.http.host, config.http.port, "http.port")
         log.info("loading the model", extra={"path": str(config.model.path or "fake")})
         await self._backend.start()
         end = local_end(config, "prefill", self._backend.info)

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from benchmarks.cluster import Cluster, http_status, running_cluster
+from benchmarks.cluster import Cluster, Daemon, http_status, running_cluster
 
 FAST = {"engine": {"backend": "fake"}, "fake": {"prefill_tokens_per_s": 4000, "decode_tokens_per_s": 200}}
 PARTS = ("queue_s", "route_s", "remote_queue_s", "prefill_s", "transfer_s", "import_s", "first_token_s")
@@ -189,6 +189,16 @@ def test_no_peer_falls_back_within_the_budget_then_503_then_recovers():
         c.prefillds[0].start().wait_ready()
         c.wait_peers()
         assert complete(c, 3000)["prfaas"]["route"] == "remote"
+
+
+def test_taken_port_is_noticed_before_the_model_is_loaded():
+    with fake_cluster(1) as c:
+        second = Daemon("second", "prefilld", {**c.prefillds[0].config}, c.folder)
+        second.config["control"] = {"socket": str(c.folder / "second.sock")}
+        second.start()
+        assert second.process.wait(30) == 3
+        assert "listen.port" in second.log_tail()
+        assert "loading the model" not in second.log_tail()
 
 
 def test_peers_join_and_leave_by_reload_and_a_bad_file_changes_nothing():
