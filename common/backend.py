@@ -67,8 +67,6 @@ class Marks:
     prefill_started_at: float = 0.0
     prefill_ended_at: float = 0.0
     joined_at: float = 0.0
-    first_token_at: float = 0.0
-    last_token_at: float = 0.0
 
 
 class PrefillJob(Protocol):

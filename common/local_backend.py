@@ -204,7 +204,6 @@ class LocalGeneration(_Outputs[TokenOutput | PromptLogprobs]):
         slot = self._renew_slot()
         slot.prepare_import(self._request.num_prompt_tokens - 1)
         self._has_sink = True
-        self._sink_slot = slot
         return LocalSink(slot)
 
     def compute(self) -> None:
@@ -250,8 +249,6 @@ class LocalGeneration(_Outputs[TokenOutput | PromptLogprobs]):
             self._open_choices.discard(item.choice)
             self._end_if_done()
         elif isinstance(item, TokenOutput) and item.choice in self._open_choices:
-            self.marks.last_token_at = time.monotonic()
-            self.marks.first_token_at = self.marks.first_token_at or self.marks.last_token_at
             self._queue.put_nowait(item)
             if item.finish_reason is not None:
                 self._open_choices.discard(item.choice)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.backend import Generation
 from common.errors import NoPeer, Overloaded, PdError, PeerCancelled, PeerError, TransferError
+from common.net.options import TransferReport
 from common.policy.routing import RouteDecision
 from common.request import PromptLogprobs, Request, RequestReport, TokenOutput
 from decoded.remote import RemoteAttempt, record_transfer, start_remote
@@ -142,6 +143,7 @@ class ActiveRequest:
         client = self._dispatcher.client(peer)
         timing, request_id = self.report.timing, self.request.request_id
         sent_at = _now()
+        timing.route_s += sent_at - started_at
         try:
             if client is None:
                 raise TransferError(f"peer {peer} left the configuration")
@@ -154,7 +156,6 @@ class ActiveRequest:
                 has_alternative=lambda: self._dispatcher.has_ready_peer(other_than=peer),
             )
             self.stage = f"prefill at {peer}"
-            timing.route_s += sent_at - started_at
             transfer = await self._attempt.wait()
         except (PeerError, TransferError) as e:
             if isinstance(e, PeerCancelled) and self._is_cancelled:
@@ -162,6 +163,8 @@ class ActiveRequest:
             # The time a failed attempt cost is queueing from the client's point of view.
             timing.queue_s += _now() - sent_at
             self._dispatcher.metrics.offload_failures.labels(peer, type(e).__name__).inc()
+            if self._attempt is not None:
+                self._count_bytes(peer, self._attempt.prefill.report)
             extra = {"request_id": request_id, "peer": peer, "error": type(e).__name__}
             log.warning("remote prefill failed, looking for another way: %s", e, extra=extra)
             self.decisions[-1]["failure"] = f"{type(e).__name__}: {e}"
@@ -169,12 +172,16 @@ class ActiveRequest:
         finally:
             self._attempt = None
         record_transfer(self.report, transfer, sent_at)
-        self._dispatcher.metrics.wire_bytes.labels(peer).inc(transfer.wire_bytes)
-        self._dispatcher.metrics.raw_bytes.labels(peer).inc(transfer.raw_bytes)
+        self._count_bytes(peer, transfer)
         self._joined_at = _now()
         timing.import_s = self._joined_at - transfer.last_byte_at
         generation.import_done(self.request.num_prompt_tokens - 1)
         return True
+
+    def _count_bytes(self, peer: str, transfer: TransferReport) -> None:
+        """Bytes crossed whether or not anything came of them."""
+        self._dispatcher.metrics.wire_bytes.labels(peer).inc(transfer.wire_bytes)
+        self._dispatcher.metrics.raw_bytes.labels(peer).inc(transfer.raw_bytes)
 
     def _note(self, decision: RouteDecision) -> None:
         report = self.report

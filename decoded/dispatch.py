@@ -107,6 +107,9 @@ class Dispatcher:
             self._count_refusal(e.gate)
             log.warning("request shed", extra={"request_id": request.request_id, "gate": e.gate, "why": str(e)})
             raise
+        except InvalidRequest:
+            self.metrics.requests.labels("none", "invalid").inc()
+            raise
         active = ActiveRequest(self, request, arrived_at, is_queued=is_queued)
         self.active[request.request_id] = active
         self._idle.clear()
@@ -193,8 +196,9 @@ class Dispatcher:
     def update_gauges(self) -> None:
         """Bring the gauges with labels up to date; called twice a second and cheap."""
         m = self.metrics
-        for kind, num_bytes in self.backend.stats().state_bytes.items():
-            m.state_bytes.labels(kind).set(num_bytes)
+        held = self.backend.stats().state_bytes
+        for spec in self.info.layout.states:
+            m.state_bytes.labels(spec.kind).set(held.get(spec.kind, 0))
 
     def _stalled_for(self, stats: BackendStats) -> float:
         if not self.active:
@@ -210,7 +214,9 @@ class Dispatcher:
 def peer_view(client: PeerClient) -> PeerView:
     """The router's view of one peer."""
     is_usable = client.state == "ready"
-    return PeerView(client.name, is_usable, "" if is_usable else f"{client.state}: {client.reason}", client.num_streams)
+    why_not = "" if is_usable else f"{client.state}: {client.reason}"
+    num_queued_tokens = int(client.load.get("num_queued_tokens", 0))
+    return PeerView(client.name, is_usable, why_not, client.num_streams, num_queued_tokens)
 
 
 def _draining(why: str, num_active: int) -> Overloaded:

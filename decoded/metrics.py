@@ -15,7 +15,7 @@ class DecodeMetrics:
         r = registry
         self.requests = Counter(
             "prfaas_requests_total",
-            "Finished requests; one sample is one prompt, one outcome (ok, cancelled, shed, error).",
+            "Finished requests; one sample is one prompt, one outcome (ok, cancelled, shed, invalid, error).",
             ["route", "outcome"],
             registry=r,
         )

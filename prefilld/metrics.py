@@ -36,7 +36,9 @@ class PrefillMetrics:
             registry=r,
         )
         self.prefill_s = Histogram(
-            "prfaas_prefill_seconds", "Seconds from first chunk to last; one sample is one request.", registry=r
+            "prfaas_prefill_seconds",
+            "Seconds spent computing a prompt's chunks; one sample is one request.",
+            registry=r,
         )
         self.running = Gauge("prfaas_running_requests", "Prefill requests admitted and not finished.", registry=r)
         self.queued = Gauge("prfaas_queued_requests", "Prefill requests waiting for admission.", registry=r)

@@ -213,8 +213,9 @@ class PrefillService:
         m.running.set(len(self._admission.running))
         m.queued.set(len(self._admission.queue))
         m.queued_tokens.set(self._admission.num_queued_tokens)
-        for kind, num_bytes in self._backend.stats().state_bytes.items():
-            m.state_bytes.labels(kind).set(num_bytes)
+        held = self._backend.stats().state_bytes
+        for spec in self._backend.info.layout.states:
+            m.state_bytes.labels(spec.kind).set(held.get(spec.kind, 0))
         return self._metrics.render()
 
     async def _watch_engine(self) -> None:

@@ -45,11 +45,18 @@ class StreamRecord:
     arrived_at: float = 0.0
     started_at: float = 0.0
     ended_at: float = 0.0
+    computing_s: float = 0.0
+    paused_s: float = 0.0
 
     @property
     def is_sending(self) -> bool:
         """Everything is computed; the links have the rest."""
         return self.stage == "sending"
+
+    @property
+    def waited_s(self) -> float:
+        """Time between its first and last chunk that went to other prompts; pauses for the links do not count."""
+        return max(0.0, self.ended_at - self.started_at - self.computing_s - self.paused_s)
 
     def facts(self, now: float) -> dict[str, object]:
         """For people and programs."""
@@ -133,7 +140,7 @@ class StreamHandler:
             record.stage = "prefill"
             await self._pump(stream, job, record)
             record.stage = "sending"
-            await stream.complete(len(task.tokens), record.ended_at - record.started_at)
+            await stream.complete(len(task.tokens), record.computing_s, record.waited_s)
         except EngineError as e:
             log.error("engine failed: %s", e, extra=_extra(record))
             await stream.fail(PeerEngineFailed(f"the engine of the prefill peer failed: {e}"))
@@ -141,7 +148,7 @@ class StreamHandler:
         finally:
             if job is not None:
                 job.release()
-        self.metrics.prefill_s.observe(record.ended_at - record.started_at)
+        self.metrics.prefill_s.observe(record.computing_s)
         return "ok"
 
     async def _pump(self, stream: ServerStream, job: PrefillJob, record: StreamRecord) -> None:
@@ -158,7 +165,7 @@ class StreamHandler:
                 if stream.staged_bytes > self.max_staged_bytes and (resume is None or resume.done()):
                     self.metrics.paused.inc()
                     job.set_paused(True)
-                    resume = asyncio.create_task(self._resume(stream, job))
+                    resume = asyncio.create_task(self._resume(stream, job, record))
         finally:
             if resume is not None:
                 resume.cancel()
@@ -168,8 +175,10 @@ class StreamHandler:
         self.metrics.queue_s.observe(record.started_at - record.arrived_at)
         await stream.started(record.started_at)
 
-    async def _resume(self, stream: ServerStream, job: PrefillJob) -> None:
+    async def _resume(self, stream: ServerStream, job: PrefillJob, record: StreamRecord) -> None:
+        paused_at = _now()
         await stream.wait_staged_below(self.max_staged_bytes // 2)
+        record.paused_s += _now() - paused_at
         job.set_paused(False)
 
     async def _send(self, stream: ServerStream, segment: ComputedSegment) -> None:
@@ -187,6 +196,7 @@ class StreamHandler:
             span = {"start": chunk.start, "stop": chunk.stop, "started_at": chunk.started_at}
             self._trace("chunk_done", now=chunk.ended_at, request_id=stream.request.request_id, **span)
         record.ended_at = chunk.ended_at
+        record.computing_s += chunk.ended_at - chunk.started_at
         record.num_computed_tokens = chunk.stop
         self.metrics.chunks.inc()
         self.metrics.prompt_tokens.inc(chunk.stop - chunk.start)

@@ -80,10 +80,13 @@ def _penalise(row_logits: torch.Tensor, row: seq.Sequence, params: SamplingParam
 
 # -- choosing
 
+# Below this a draw is greedy in all but name, and dividing by it would overflow.
+MIN_TEMPERATURE = 1e-5
+
 
 def _choose(work: torch.Tensor, rows: Rows) -> list[int]:
     best = torch.argmax(work, dim=-1).tolist()
-    drawn = [i for i, (_, params) in enumerate(rows) if params.temperature > 0]
+    drawn = [i for i, (_, params) in enumerate(rows) if params.temperature >= MIN_TEMPERATURE]
     if drawn:
         tokens = _draw(work[drawn], [rows[i] for i in drawn])
         for i, token in zip(drawn, tokens, strict=True):

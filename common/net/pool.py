@@ -167,6 +167,11 @@ class PeerClient:
             "is_local_error": self._is_local_error,
         }
 
+    @property
+    def load(self) -> dict[str, float]:
+        """The facts of the peer's latest Status message; empty before the first."""
+        return self._load
+
     # ---- DialerOwner
 
     def dial_up(self, control: Link, peer: HelloAck) -> None:
@@ -212,6 +217,8 @@ class PeerClient:
         if lost is not None:
             self._session.link_lost(lost)
         self._update_state()
+        # A stream that was lied to on the link that went has ended: tell whoever waits, and the peer.
+        self._flush()
 
     def link_received(self, link: Link, event: Received) -> None:
         """A complete frame. Raises RemoteProtocolError."""

@@ -112,11 +112,11 @@ class PrefillServer:
             found.add_data(link)
             return
         self._retire(peer)
-        known = self._peers.get(peer.instance)
-        if known is None:
-            known = self._peers[peer.instance] = self._new_peer()
+        known = self._peers.get(peer.instance) or self._new_peer()
         self._links[link] = known
         known.attach(link, peer, is_draining=self.is_draining)
+        # After and not before: replacing an old control link makes the peer idle for a moment, and idle ones are swept.
+        self._peers[peer.instance] = known
 
     def link_received(self, link: Link, event: Received) -> None:
         """A frame. Raises RemoteProtocolError."""

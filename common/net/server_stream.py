@@ -130,15 +130,17 @@ class ServerStream:
             finally:
                 self._waiters.discard(waiter)
 
-    async def complete(self, num_tokens: int, prefill_s: float) -> None:
+    async def complete(self, num_tokens: int, prefill_s: float, waited_s: float = 0.0) -> None:
         """Send COMPLETE; returns when the peer verified everything.
+
+        `prefill_s` is time spent computing this prompt, `waited_s` time it waited for other prompts' chunks meanwhile.
 
         Raises:
             LinkLost: the lease ended before that.
             PeerCancelled: the peer does not want it any more.
         """
         self._check()
-        self._stream.complete(num_tokens, prefill_s)
+        self._stream.complete(num_tokens, prefill_s, waited_s)
         self.is_completing = True
         self._port.settle(self._stream)
         await self._over.wait()

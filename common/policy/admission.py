@@ -79,7 +79,8 @@ class AdmissionController:
         return started
 
     def _fits(self, demand: Demand) -> bool:
-        has_room = self.state_bytes + demand.state_bytes <= self.limits.max_state_bytes
+        # Alone it may always run: limits that shrank while it waited must not block the queue for ever.
+        has_room = not self.running or self.state_bytes + demand.state_bytes <= self.limits.max_state_bytes
         return len(self.running) < self.limits.max_running_requests and has_room
 
     def _start(self, demand: Demand) -> None:

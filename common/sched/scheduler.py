@@ -57,7 +57,7 @@ class Scheduler:
         self._prefilling: list[Sequence] = []
         self._running: list[Sequence] = []
         self._done: dict[int, Sequence] = {}
-        self._is_turn_of_oldest = False
+        self._num_turns = 0
 
     # -- sequences come and go
 
@@ -66,6 +66,8 @@ class Scheduler:
         for each in (seq, *seq.siblings):
             self.accounts.reserve(each)
         self._prefilling.append(seq)
+        # As if served on arrival: newcomers line up behind those who have waited longer.
+        seq.last_turn = self._num_turns
         return [] if seq.is_held else self.advance(seq)
 
     def advance(self, seq: Sequence) -> list[Event]:
@@ -128,15 +130,21 @@ class Scheduler:
         return Batch(rows, chunk) if rows or chunk else None
 
     def _next_prefill(self) -> Sequence | None:
-        """Shortest remaining and oldest in turn: a short prompt waits for few chunks, a long one never starves."""
+        """Who gets the next chunk. Every other turn is the shortest prompt's, so that it waits for few chunks of others;
+        those between go to the oldest (a long prompt ends) and to the longest waiting (none in the middle starves).
+        """
         ready = [s for s in self._prefilling if not s.is_held]
         if not ready:
             return None
-        shortest = min(ready, key=lambda s: (-s.priority, s.num_remaining, s.seq_id))
-        if shortest is ready[0]:
-            return shortest
-        self._is_turn_of_oldest = not self._is_turn_of_oldest
-        return shortest if self._is_turn_of_oldest else ready[0]
+        self._num_turns += 1
+        if self._num_turns % 2:
+            seq = min(ready, key=lambda s: (-s.priority, s.num_remaining, s.seq_id))
+        elif self._num_turns % 4:
+            seq = ready[0]
+        else:
+            seq = min(ready, key=lambda s: s.last_turn)
+        seq.last_turn = self._num_turns
+        return seq
 
     def _chunk(self, seq: Sequence, *, has_rows: bool) -> Chunk:
         limits = self.limits

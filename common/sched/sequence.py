@@ -27,6 +27,7 @@ class Sequence:
         priority: larger goes first among those that need chunks, but never starves the oldest.
         start: a prefill job's first row to send; the receiver holds [0, start).
         is_held: not to be scheduled now: its state comes from elsewhere, or its consumer is behind.
+        last_turn: number of the turn in which it last got a chunk; 0 before the first.
         siblings: further choices of the same prompt, forked from this sequence when the prompt is computed.
     """
 
@@ -43,6 +44,7 @@ class Sequence:
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
     is_held: bool = False
+    last_turn: int = 0
     siblings: list[Sequence] = field(default_factory=list)
     prompt_entries: list[TokenLogprob | None] = field(default_factory=list)
 

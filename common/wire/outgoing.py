@@ -156,10 +156,11 @@ class SendStream:
         self.staged_bytes += raw_bytes
         return segment
 
-    def complete(self, num_tokens: int, prefill_s: float) -> None:
-        """Everything was queued."""
+    def complete(self, num_tokens: int, prefill_s: float, waited_s: float = 0.0) -> None:
+        """Everything was queued; `waited_s` of queueing came after the first chunk."""
         self._step(Do.COMPLETE)
-        self._complete = Complete(num_tokens, self.next_no, self.next_at, self.digest, self.queue_s, prefill_s)
+        queue_s = self.queue_s + waited_s
+        self._complete = Complete(num_tokens, self.next_no, self.next_at, self.digest, queue_s, prefill_s)
         self._say(self._complete)
 
     def fail(self, error: PeerError) -> None:

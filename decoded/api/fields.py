@@ -76,14 +76,14 @@ class Fields:
             raise bad_value(self.path(name), value, f"an integer from {low} to {high}")
         return int(value)
 
-    def number(self, name: str, low: float, high: float, *, above: bool = False) -> float | None:
-        """A finite number in [low, high], or in (low, high] with `above`; None when absent."""
+    def number(self, name: str, low: float, high: float) -> float | None:
+        """A finite number in [low, high]; None when absent."""
         value = self.raw(name)
         if value is None:
             return None
         is_number = is_int(value) or (isinstance(value, float) and math.isfinite(value))
-        if not is_number or not low <= value <= high or (above and value <= low):
-            wanted = f"a number above {low:g} and at most {high:g}" if above else f"a number from {low:g} to {high:g}"
+        if not is_number or not low <= value <= high:
+            wanted = f"a number from {low:g} to {high:g}"
             raise bad_value(self.path(name), value, wanted)
         return float(value)
 

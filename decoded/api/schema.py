@@ -135,7 +135,7 @@ def _sampling(kind: Kind, fields: Fields, limits: Limits, max_tokens: int | None
         seed=fields.integer("seed", -_INT64, _INT64 - 1),
         presence_penalty=fields.number("presence_penalty", -2, 2) or 0.0,
         frequency_penalty=fields.number("frequency_penalty", -2, 2) or 0.0,
-        repetition_penalty=fields.number("repetition_penalty", 0, 10, above=True) or 1.0,
+        repetition_penalty=fields.number("repetition_penalty", 0.01, 10) or 1.0,
         logit_bias=_logit_bias(fields, limits),
         min_tokens=_min_tokens(fields, limits, max_tokens),
         ignore_eos=fields.boolean("ignore_eos"),

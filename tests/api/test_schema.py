@@ -95,7 +95,7 @@ BAD = [
     ("n", 129, "128"),
     ("presence_penalty", 2.5, "from -2 to 2"),
     ("frequency_penalty", -3, "from -2 to 2"),
-    ("repetition_penalty", 0, "above 0"),
+    ("repetition_penalty", 0, "from 0.01"),
     ("logit_bias", {"256": 1}, "below 256"),
     ("logit_bias", {"-1": 1}, "below 256"),
     ("logit_bias", {"x": 1}, "below 256"),

@@ -50,6 +50,16 @@ def test_state_memory_holds_the_next_back_without_overtaking():
     assert c.state_bytes == 610
 
 
+def test_limits_that_shrank_do_not_block_the_queue_for_ever():
+    c = controller()
+    offer(c, "a", state=900)
+    offer(c, "b", state=900)
+    offer(c, "c", state=10)
+    c.limits = AdmissionLimits(2, 2, 100, 800)
+    assert c.release("a") == ["b"]
+    assert c.release("b") == ["c"]
+
+
 def test_what_can_never_fit_is_invalid():
     with pytest.raises(InvalidRequest, match="1001 bytes"):
         offer(controller(), "a", state=1001)

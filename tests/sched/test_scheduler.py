@@ -75,10 +75,27 @@ def test_short_prompt_waits_for_at_most_two_chunks_of_a_long_one(make_run):
 def test_long_prompt_is_not_starved_by_short_ones(make_run):
     run = make_run()
     long = run.job(100)
-    for _ in range(20):
+    for _ in range(40):
         run.job(5)
         run.step()
     assert long.num_computed_tokens == 100
+
+
+def test_middle_prompt_gets_chunks_between_a_long_and_many_short_ones(make_run):
+    run = make_run()
+    long, middle = run.job(10_000), run.job(100)
+    shorts, gap, gaps = [], 0, []
+    while middle.num_remaining:
+        shorts = [s for s in shorts if s.num_remaining]
+        if len(shorts) < 14:  # as many as admission lets in
+            shorts.append(run.job(5))
+        before, gap = middle.num_computed_tokens, gap + 1
+        run.step()
+        if middle.num_computed_tokens > before:
+            gaps.append(gap)
+            gap = 0
+    assert max(gaps) <= 4 * 16
+    assert long.num_computed_tokens > 0
 
 
 def test_priority_goes_first_without_starving_the_oldest(make_run):
