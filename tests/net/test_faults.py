@@ -20,6 +20,7 @@ from common.errors import (
     TransferIncomplete,
     TransferTimeout,
 )
+from common.net.pool import PeerClient
 from tests.net.rig import FAST, WIDE, Rig, State, end, on_loops, on_uvloop, rigged
 
 BIG = 4000
@@ -259,6 +260,21 @@ async def test_closing_either_end_does_not_wait_for_a_lease():
 
 
 # ---- silence
+
+
+@on_uvloop
+async def test_idle_session_that_opens_again_before_the_server_noticed_stays_known():
+    async with rigged() as rig:
+        old = rig.client
+        again = PeerClient(old.name, old.host, old.port, local=old.local, options=old.options)
+        await again.start()
+        try:
+            async with asyncio.timeout(5):
+                while again.state != "ready":
+                    await asyncio.sleep(0.01)
+            assert len(rig.server.sessions) == 1
+        finally:
+            await again.close()
 
 
 @on_loops("uvloop", "asyncio")
