@@ -130,8 +130,10 @@ class Scheduler:
         return Batch(rows, chunk) if rows or chunk else None
 
     def _next_prefill(self) -> Sequence | None:
-        """Who gets the next chunk. Every other turn is the shortest prompt's, so that it waits for few chunks of others,
-        turns between go to the oldest (a long prompt ends) and the longest waiting (none in the middle starves).
+        """Who gets the next chunk.
+
+        Every other turn is the shortest prompt's, so that it waits for few chunks of others; the turns between go to the
+        oldest (a long prompt ends) and to the longest waiting (none in the middle starves).
         """
         ready = [s for s in self._prefilling if not s.is_held]
         if not ready:
