@@ -132,7 +132,7 @@ class Scheduler:
     def _next_prefill(self) -> Sequence | None:
         """Who gets the next chunk.
 
-        Every other turn is the shortest prompt's, so that it waits for few chunks of others; the turns between go to the
+        Every other turn is the shortest prompt's, so that it waits for few chunks of others; turns between go to the
         oldest (a long prompt ends) and to the longest waiting (none in the middle starves).
         """
         ready = [s for s in self._prefilling if not s.is_held]
