@@ -99,6 +99,12 @@ async def test_prompt_logprobs_equal_transformers(make_lab, tools, model_dir, te
         assert entry.top[0][0] == int(expected[position - 1].argmax())
 
 
+def spread(outputs, others):
+    """Largest difference of the same tokens' log probabilities."""
+    tops = [(dict(a.logprob.top), dict(b.logprob.top)) for a, b in zip(outputs, others, strict=True)]
+    return max(abs(mine[t] - theirs[t]) for mine, theirs in tops for t in mine.keys() & theirs.keys())
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "kv_dtype"),
     [
@@ -118,10 +124,9 @@ async def test_low_precision_differs_only_below_rounding_noise(make_lab, tools, 
     # In company, so that the batch differs as well as the chunks.
     company = [tools.local(decoder, tools.request(prompt_of(text, n), max_tokens=10)) for n in (3, 8)]
     remote, *_ = await asyncio.gather(tools.remote(decoder, source, request), *company)
-    noise, same = 0.0, True
+    noise, same, first = 0.0, True, spread(local[:1], remote[:1])
     for step, (a, b) in enumerate(zip(local, remote, strict=True)):
-        mine, theirs = dict(a.logprob.top), dict(b.logprob.top)
-        noise = max(noise, *(abs(mine[t] - theirs[t]) for t in mine.keys() & theirs.keys()))
+        noise = max(noise, spread([a], [b]))
         if a.token_id != b.token_id:
             gap = a.logprob.top[0][1] - a.logprob.top[1][1]
             print(f"{name} {dtype} kv {kv_dtype or dtype}: step {step}, gap {gap:.4g}, noise {noise:.4g}")
@@ -131,5 +136,9 @@ async def test_low_precision_differs_only_below_rounding_noise(make_lab, tools, 
     if same:
         print(f"{name} {dtype} kv {kv_dtype or dtype}: equal for {len(local)} steps, noise {noise:.4g}")
     if dtype == "float32":
-        # Rows are rounded before they are used, so chunk boundaries change nothing beyond float32's own noise.
-        assert noise < 1e-2
+        # Rows are rounded before they are used, so chunk boundaries change only which rare values lie on the other side
+        # of a rounding boundary: far less than rounding itself does.
+        exact = await tools.local(await lab.backend(256, dtype=dtype), request)
+        effect = spread(local[:1], exact[:1])
+        print(f"{name}: rounding itself changes the first step by {effect:.4g}, chunk boundaries {first:.4g}")
+        assert first < effect / 3
