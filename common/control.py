@@ -187,3 +187,16 @@ def http_routes(handlers: Mapping[str, Handler], prefix: str = "/control") -> li
         return web.get(f"{prefix}/{verb}", get)
 
     return [route(verb, handlers[verb]) for verb in READ_ONLY if verb in handlers]
+
+
+async def bind_http(runner: web.AppRunner, host: str, port: int, setting: str) -> int:
+    """Set an application's runner up and listen; returns the bound port. Raises StartupError naming the setting."""
+    from aiohttp import web
+
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise StartupError(f"cannot bind {host}:{port} ({setting}): {error.strerror or error}") from error
+    return int(runner.addresses[0][1])

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from aiohttp import web
 
 from common.config import changes, read_lines, restart_problems
-from common.control import http_routes
+from common.control import bind_http, http_routes
 from common.daemon import FakePeer, Handler, version
-from common.errors import ConfigError, EngineDead, PdError, StartupError
+from common.errors import ConfigError, EngineDead, PdError
 from common.metrics import Metrics
 from common.net.options import LocalEnd
 from common.policy.admission import AdmissionController, AdmissionLimits
@@ -177,11 +177,7 @@ class DecodeService:
         app = make_app(self.dispatcher, self.tokenizer, settings, self.metrics.registry)
         app.router.add_routes(http_routes(verbs.handlers(self)))
         self._runner = make_runner(app)
-        await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, http.host, http.port).start()
-        except OSError as e:
-            raise StartupError(f"cannot bind {http.host}:{http.port} (http.port): {e.strerror or e}") from e
+        await bind_http(self._runner, http.host, http.port, "http.port")
 
     async def _watch_engine(self) -> None:
         """A dead engine ends the process; systemd starts a new one. Also keeps gauges fresh and the trace on disk."""

@@ -8,7 +8,6 @@ from aiohttp import web
 
 from common.control import http_routes
 from common.daemon import Handler
-from common.errors import StartupError
 from common.metrics import CONTENT_TYPE
 
 
@@ -39,13 +38,6 @@ def make_app(
     return app
 
 
-async def start_site(app: web.Application, host: str, port: int, setting: str) -> tuple[web.AppRunner, int]:
-    """Bind; returns the runner and the bound port. Raises StartupError naming the setting."""
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-    except OSError as e:
-        await runner.cleanup()
-        raise StartupError(f"cannot bind {host}:{port} ({setting}): {e.strerror or e}") from e
-    return runner, int(runner.addresses[0][1])
+def make_runner(app: web.Application) -> web.AppRunner:
+    """A runner that does not wait for idle scrapers when the daemon stops."""
+    return web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)

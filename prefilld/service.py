@@ -12,6 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from common.config import changes, restart_problems
+from common.control import bind_http
 from common.daemon import FakePeer, Handler, version
 from common.errors import ConfigError, EngineDead, PdError
 from common.metrics import Metrics
@@ -21,7 +22,7 @@ from common.wire.connection import Closed
 from common.wiring import check_port, link_options, local_end, make_backend, make_trace
 from prefilld.config import PrefillConfig
 from prefilld.fakepeer import FakeDecoded
-from prefilld.http import make_app, start_site
+from prefilld.http import make_app, make_runner
 from prefilld.metrics import PrefillMetrics
 from prefilld.stream import StreamHandler
 
@@ -69,7 +70,8 @@ class PrefillService:
         self._server.on_refused = self._on_refused
         await self._server.start(config.listen.host, config.listen.port)
         app = make_app(readiness=self._readiness, metrics=self._render_metrics, handlers=self.control_handlers())
-        self._runner, port = await start_site(app, config.http.host, config.http.port, "http.port")
+        self._runner = make_runner(app)
+        port = await bind_http(self._runner, config.http.host, config.http.port, "http.port")
         self._watch = asyncio.create_task(self._watch_engine())
         if self._fake_peer is not None:
             self._fake = FakeDecoded(config, self._backend.info, self._server.port, self._fake_peer)
