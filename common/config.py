@@ -16,17 +16,16 @@ from pydantic import Field
 
 from common.config_load import load_file as load
 from common.config_load import parse_text
-from common.config_render import changed_keys, changes, plain, render, restart_problems
-from common.config_secrets import check_bind, is_loopback, read_key, read_lines, unreadable
+from common.config_render import changes, plain, render, restart_problems
+from common.config_secrets import check_bind, read_key, read_lines, unreadable
 from common.config_types import Duration, FilePath, IntList, Problem, RootSection, Section, Size, key
+from common.hosts import is_loopback
 from common.units import GIB, KIB, MIB, exact_size
 
 __all__ = [
     "SharedConfig",
-    "changed_keys",
     "changes",
     "check_bind",
-    "is_loopback",
     "load",
     "parse_text",
     "plain",

@@ -114,18 +114,6 @@ def plain(config: BaseModel) -> dict[str, Any]:
     return out
 
 
-def changed_keys(old: BaseModel, new: BaseModel, prefix: str = "") -> list[str]:
-    """Dotted paths of the keys whose values differ; an array of tables counts as one key."""
-    changed: list[str] = []
-    for name in type(old).model_fields:
-        before, after = getattr(old, name), getattr(new, name)
-        if isinstance(before, BaseModel) and isinstance(after, BaseModel):
-            changed += changed_keys(before, after, f"{prefix}{name}.")
-        elif before != after:
-            changed.append(prefix + name)
-    return changed
-
-
 def changes(old: BaseModel, new: BaseModel, prefix: str = "") -> list[str]:
     """What differs, for people: "engine.threads: 1 -> 2"; one line per key, one per entry of an array of tables."""
     lines: list[str] = []

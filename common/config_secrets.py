@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import ipaddress
 import os
 import pwd
 import stat
@@ -16,19 +15,12 @@ from pathlib import Path
 
 from common.config_types import Problem
 from common.errors import ConfigError
+from common.hosts import is_loopback
 from common.units import MIB, exact_size
 
 MIN_KEY_BYTES = 32
 MIN_KEY_SYMBOLS = 8
 MAX_FILE_BYTES = 1 * MIB
-
-
-def is_loopback(host: str) -> bool:
-    """True for an address that never leaves the machine; names other than localhost count as leaving it."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def check_bind(path: str, host: str, secret: Path | None, secret_key: str) -> Iterator[Problem]:

@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from common.config import MAX_STATE_BYTES, NAME, SharedConfig, check_bind, is_loopback, read_lines, unreadable
+from common.config import MAX_STATE_BYTES, NAME, SharedConfig, check_bind, read_lines, unreadable
 from common.config_types import Array, Duration, FilePath, Problem, Section, Size, Threshold, key, required
+from common.hosts import is_loopback
 from common.units import GIB, KIB, MIB
 
 

@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("common", "prefilld", "decoded")
-BASE = ("common.errors", "common.units", "common.request", "common.layout", "common.resources")
+BASE = ("common.errors", "common.units", "common.request", "common.layout", "common.resources", "common.hosts")
 CLOCK = ("time", "datetime")
 
 TOP_LEVEL = {

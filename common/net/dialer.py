@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import LinkLost, PdError
+from common.hosts import is_loopback
 from common.net.link import Link, LinkOwner
-from common.net.options import LinkOptions, is_loopback
+from common.net.options import LinkOptions
 from common.wire.connection import Closed, Connection, Received
 from common.wire.frames import Target
 from common.wire.handshake import ConnectionConfig, Handshake

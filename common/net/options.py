@@ -5,7 +5,6 @@ Used by pool.py (decoded), server.py (prefilld) and the services above them.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -130,13 +129,3 @@ class PeerId:
     name: str
     instance: str
     address: str = ""
-
-
-def is_loopback(host: str) -> bool:
-    """True for addresses that cannot leave this machine."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.split("%")[0]).is_loopback
-    except ValueError:
-        return False

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from common.backend import StateSink
 from common.errors import LinkLost, LocalProtocolError, PeerDraining, PromptTooLong
+from common.hosts import is_loopback
 from common.net.codecs import CodecPool
 from common.net.dialer import INCOMPATIBLE_CODES, Dialer, Failure
 from common.net.ends import connection_config
@@ -22,7 +23,6 @@ from common.net.options import (
     Trace,
     TransferProgress,
     TransferReport,
-    is_loopback,
 )
 from common.net.remote import RemotePrefill
 from common.net.tcpinfo import tcp_info

@@ -11,10 +11,11 @@ import secrets
 from collections.abc import Callable, Mapping
 
 from common.errors import LinkLost, StartupError, UnknownFrame
+from common.hosts import is_loopback
 from common.net.codecs import CodecPool
 from common.net.ends import connection_config
 from common.net.link import Link
-from common.net.options import LinkOptions, LocalEnd, PeerId, RemoteRequest, Trace, is_loopback
+from common.net.options import LinkOptions, LocalEnd, PeerId, RemoteRequest, Trace
 from common.net.server_peer import Handler, ServerPeer
 from common.net.server_stream import ServerStream
 from common.wire.connection import Closed, Connection, Received

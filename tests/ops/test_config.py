@@ -248,15 +248,6 @@ def test_a_configuration_is_frozen() -> None:
         config.http.port = 1  # type: ignore[misc]
 
 
-def test_changed_keys() -> None:
-    old = cfg.parse_text(FAKE, DecodeConfig)
-    new = cfg.parse_text(
-        FAKE + "[log]\nlevel = 'debug'\n[[peers]]\nname = 'a'\naddress = 'localhost:1'\n[drain]\ntimeout='1s'",
-        DecodeConfig,
-    )
-    assert sorted(cfg.changed_keys(old, new)) == ["drain.timeout", "log.level", "peers"]
-
-
 TRICKY = '''# comment [not.a.section]
 top = """
 [nope]
