@@ -10,8 +10,9 @@ import pytest
 
 from common.backend import ComputedSegment
 from common.errors import LinkLost, LocalProtocolError, StartupError
+from common.hosts import is_loopback
 from common.layout import StateLayout, StateSpec, TensorSpec
-from common.net.options import LinkOptions, is_loopback
+from common.net.options import LinkOptions
 from common.net.pool import PeerClient
 from common.net.server import PrefillServer
 from common.net.split import split_segment
