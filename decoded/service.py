@@ -15,6 +15,7 @@ from common.config import changes, read_lines, restart_problems
 from common.control import bind_http, http_routes
 from common.daemon import FakePeer, Handler, version
 from common.errors import ConfigError, EngineDead, PdError
+from common.looplag import LoopLag
 from common.metrics import Metrics
 from common.net.options import LocalEnd
 from common.policy.admission import AdmissionController, AdmissionLimits
@@ -44,6 +45,7 @@ class DecodeService:
         self.config, self._fake_peer = config, fake_peer
         self.metrics = Metrics("decoded", version())
         self.decode_metrics = DecodeMetrics(self.metrics.registry)
+        self._loop_lag = LoopLag(self.metrics)
         self.trace = make_trace(config)
         self.backend = make_backend(config, max_batch=config.batch.max_batch, token_budget=config.batch.token_budget)
         self.started_at = time.monotonic()
@@ -68,6 +70,7 @@ class DecodeService:
         await self._start_peers(end)
         await self._start_http()
         self._watch = asyncio.create_task(self._watch_engine())
+        self._loop_lag.start()
         log.info("serving", extra={"model": self.backend.info.name, "num_peers": len(self.peers)})
 
     async def drain(self, timeout: float) -> None:
@@ -79,6 +82,7 @@ class DecodeService:
 
     async def stop(self) -> None:
         """Cancel what is in flight, with an error for its client, and release everything."""
+        self._loop_lag.close()
         if self._watch is not None:
             self._watch.cancel()
         async with contextlib.AsyncExitStack() as last:

@@ -15,6 +15,7 @@ from common.config import changes, restart_problems
 from common.control import bind_http
 from common.daemon import FakePeer, Handler, version
 from common.errors import ConfigError, EngineDead, PdError
+from common.looplag import LoopLag
 from common.metrics import Metrics
 from common.net.server import PrefillServer
 from common.policy.admission import AdmissionController, AdmissionLimits
@@ -40,6 +41,7 @@ class PrefillService:
         self.config, self._fake_peer = config, fake_peer
         self._metrics = Metrics("prefilld", version())
         self._prefill_metrics = PrefillMetrics(self._metrics.registry)
+        self._loop_lag = LoopLag(self._metrics)
         self._trace = make_trace(config)
         self._backend = make_backend(config)
         self._admission = AdmissionController(_limits(config))
@@ -73,6 +75,7 @@ class PrefillService:
         self._runner = make_runner(app)
         port = await bind_http(self._runner, config.http.host, config.http.port, "http.port")
         self._watch = asyncio.create_task(self._watch_engine())
+        self._loop_lag.start()
         if self._fake_peer is not None:
             self._fake = FakeDecoded(config, self._backend.info, self._server.port, self._fake_peer)
             await self._fake.start()
@@ -89,6 +92,7 @@ class PrefillService:
 
     async def stop(self) -> None:
         """Cancel what is in flight and release everything."""
+        self._loop_lag.close()
         if self._watch is not None:
             self._watch.cancel()
         async with contextlib.AsyncExitStack() as last:

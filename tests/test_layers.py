@@ -67,7 +67,7 @@ LAYERS = {
 
 # Everybody else is handed `now`. Both daemons are services and stamp where things happen; so do the backends.
 CLOCK_READERS = (
-    "common.net.link", "common.net.relay", "common.worker", "common.local_backend", "common.fake",
+    "common.net.link", "common.net.relay", "common.looplag", "common.worker", "common.local_backend", "common.fake",
     "common.daemon", "common.lifecycle", "common.sdnotify", "common.logs", "common.ctl", "common.ctl_verbs",
     "prefilld", "decoded",
 )  # fmt: skip
