@@ -1,96 +1,35 @@
-"""Attention over slots: what transformers' model code calls instead of its own cache and attention.
+"""Attention over slots: the function that transformers' model code calls instead of its own.
 
-A SlotCache takes the place of the cache of one forward: its `update` writes new K and V rows into the slots. The
-attention function registered here then reads the slots in place; no context is ever gathered or padded. One forward is
-either B decode rows (one new token each, any positions) or one chunk of one sequence.
+It reads the slots in place; no context is ever gathered or padded. Rows of a decode batch are at different positions
+and are attended one by one; a chunk attends once. Called through transformers' AttentionInterface with a SlotContext.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache
 
-from common.engine.state import SlotState
+from common.engine.latent import LatentWeights
+from common.engine.slot_cache import SlotContext
 from common.errors import EngineError
 from common.layout import StateSpec
 
 ATTENTION_NAME = "prfaas_slots"
 # Arguments of attention functions that change nothing here; any other that is set is refused.
-_HARMLESS = {"position_ids", "use_cache", "is_causal", "return_dict"}
+_HARMLESS = {"position_ids", "use_cache", "is_causal", "return_dict", "output_attentions", "output_hidden_states"}
 
 
-class StateComplete(Exception):
-    """Leaves a forward whose output nobody wants once its last state row is written. Never leaves the runner."""
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What a layer does to its scores: scale, soft cap, and a learned extra score per head that attends to nothing."""
 
-
-@dataclass(slots=True)
-class SlotContext:
-    """What one forward reads and writes.
-
-    Attributes:
-        specs: the layout's states; `number_of[i]` is the state number of the model's layer i.
-        starts: position of the first new token, per row.
-        on_layer: told the state number once a layer's new rows are in the slots.
-        stops_at: state number after which the forward may be abandoned, or -1.
-    """
-
-    specs: tuple[StateSpec, ...]
-    number_of: dict[int, int]
-    slots: list[SlotState]
-    starts: list[int]
-    length: int
-    on_layer: Callable[[int], None] | None = None
-    stops_at: int = -1
-    masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-
-    def mask(self, window: int, group: int, query: torch.Tensor) -> torch.Tensor:
-        """Additive mask [group * c, keys] of a chunk, repeated for the query heads that share a key head."""
-        found = self.masks.get((window, group))
-        if found is None:
-            start, stop = self.starts[0], self.starts[0] + self.length
-            positions = torch.arange(start, stop, device=query.device)[:, None]
-            first = max(0, start - window + 1) if window else 0
-            keys = torch.arange(first, stop, device=query.device)[None, :]
-            hidden = keys > positions
-            if window:
-                hidden = hidden | (keys <= positions - window)
-            one = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
-            found = self.masks[(window, group)] = one.repeat(group, 1)
-        return found
-
-
-class SlotCache(Cache):
-    """The cache of one forward, in place of transformers' own."""
-
-    def __init__(self, context: SlotContext) -> None:
-        super().__init__(layers=[])
-        self.context = context
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new rows, [B, heads, c, dim] each, into the slots of layer `layer_idx`."""
-        context = self.context
-        number = context.number_of[layer_idx]
-        # [B, c, heads, dim]: rows become token-major, as the slots hold them.
-        keys, values = key_states.transpose(1, 2), value_states.transpose(1, 2)
-        for row, (slot, start) in enumerate(zip(context.slots, context.starts, strict=True)):
-            slot.write(number, start, [keys[row], values[row]])
-        if context.on_layer is not None:
-            context.on_layer(number)
-        if number == context.stops_at:
-            raise StateComplete
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before this forward; only meaningful for a chunk."""
-        return self.context.starts[0]
+    scale: float | None
+    softcap: float | None
+    sinks: torch.Tensor | None
 
 
 def slot_attention(
@@ -105,6 +44,7 @@ def slot_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend from query [B, heads, c, dim] to the slots' rows; returns [B, c, heads, dim].
@@ -112,14 +52,17 @@ def slot_attention(
     Raises:
         EngineError: the model asks for something this function does not do.
     """
-    number = slot_context.number_of[int(module.layer_idx)]  # type: ignore[arg-type]
-    spec = slot_context.specs[number]
+    context = slot_context
+    number = context.index.rows(int(module.layer_idx))  # type: ignore[arg-type]
+    spec = context.index.specs[number]
     _check_arguments(spec, others | {"dropout": dropout or None}, sliding_window or 0)
+    scoring = Scoring(scaling, softcap, s_aux)
+    if spec.kind == "latent":
+        return _attend_latents(query, number, context, scoring), None
     outputs = []
-    for row, (slot, start) in enumerate(zip(slot_context.slots, slot_context.starts, strict=True)):
-        stop = start + slot_context.length
-        keys, values = slot.read(number, spec.needed_from(start), stop)
-        outputs.append(_attend(query[row], keys, values, slot_context, spec.window, scaling, softcap))
+    for row, (slot, start) in enumerate(zip(context.slots, context.starts, strict=True)):
+        keys, values = slot.read(number, spec.needed_from(start), start + context.length)
+        outputs.append(_attend(query[row], keys, values, context, spec.window, scoring))
     return torch.stack(outputs), None
 
 
@@ -132,14 +75,33 @@ def _check_arguments(spec: StateSpec, others: dict[str, Any], window: int) -> No
         raise EngineError(f"layer {spec.layer} keeps a window of {spec.window} but attends with one of {window}")
 
 
+def _attend_latents(query: torch.Tensor, number: int, context: SlotContext, scoring: Scoring) -> torch.Tensor:
+    """query [B, heads, c, nope + rope] over latent rows; returns [B, c, heads, v]."""
+    weights: LatentWeights = context.latents[number]
+    if scoring.sinks is not None:
+        raise EngineError(f"layer {context.index.specs[number].layer} asks for latents with s_aux: not supported")
+    if context.length > 1 and weights.expands(context.length):
+        stop = context.starts[0] + context.length
+        rows = context.slots[0].read(number, 0, stop)[0][:, 0].to(query.dtype)
+        mask = context.mask(0, 1, query)
+        out = weights.expanded(query[0], rows, mask, lambda q, k, v, m: _scored(q, k, v, m, scoring))
+        return out.transpose(0, 1)[None]
+    absorbed, outputs = weights.absorb(query), []
+    if scoring.scale is None:
+        scoring = Scoring(query.shape[-1] ** -0.5, scoring.softcap, scoring.sinks)
+    for row, (slot, start) in enumerate(zip(context.slots, context.starts, strict=True)):
+        [rows] = slot.read(number, 0, start + context.length)
+        outputs.append(_attend(absorbed[row], rows, rows[..., : weights.rank], context, 0, scoring))
+    return weights.project(torch.stack(outputs).transpose(1, 2)).transpose(1, 2)
+
+
 def _attend(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     context: SlotContext,
     window: int,
-    scaling: float | None,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """One row: query [heads, c, dim] over keys and values [n, kv heads, dim]; returns [c, heads, dim]."""
     heads, length, dim = query.shape
@@ -150,28 +112,31 @@ def _attend(
     k = keys.to(query.dtype).transpose(0, 1)[None]
     v = values.to(query.dtype).transpose(0, 1)[None]
     mask = context.mask(window, group, query) if length > 1 else None
-    if softcap is None:
-        out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scaling)
-    else:
-        out = _capped(folded, k, v, mask, scaling, softcap)
+    out = _scored(folded, k, v, mask, scoring)
     return out.reshape(heads, length, v.shape[-1]).transpose(0, 1)
 
 
-def _capped(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    softcap: float,
+def _scored(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
 ) -> torch.Tensor:
-    """Attention whose scores pass through softcap * tanh(scores / softcap)."""
-    scores = torch.matmul(query, keys.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = torch.tanh(scores / softcap) * softcap
+    """query [1, kv heads, q, dim] over keys and values [1, kv heads, n, dim]; returns [1, kv heads, q, dim]."""
+    if scoring.softcap is None and scoring.sinks is None:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scoring.scale)
+    scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    scores = torch.matmul(query, keys.transpose(2, 3)).float() * scale
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
     if mask is not None:
         scores = scores + mask
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    return torch.matmul(weights, values)
+    if scoring.sinks is None:
+        weights = torch.softmax(scores, dim=-1)
+    else:
+        # [kv heads, group] -> one extra column for each of a head's queries; it takes weight and gives nothing.
+        kv_heads, num = scores.shape[1], scores.shape[2]
+        sinks = scoring.sinks.float().view(1, kv_heads, -1, 1)
+        sinks = sinks.repeat_interleave(num // sinks.shape[2], dim=2)
+        weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
+    return torch.matmul(weights.to(query.dtype), values)
 
 
 AttentionInterface.register(ATTENTION_NAME, slot_attention)

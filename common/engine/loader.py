@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float32", "bfloat16", "float16")
+# For models without positions (pure state-space models), which name no limit.
+UNBOUNDED_CONTEXT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ def load_model(
         tokenizer_dir=path,
         eos_token_ids=_eos_token_ids(path, text),
         vocab_size=int(text.vocab_size),
-        max_context=int(text.max_position_embeddings),
+        max_context=int(getattr(text, "max_position_embeddings", None) or UNBOUNDED_CONTEXT),
     )
 
 

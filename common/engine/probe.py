@@ -7,17 +7,36 @@ start-up. Called by the runner.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
+from common.engine.latent import is_latent
+from common.engine.slot_cache import CONV, RECURRENT
 from common.errors import StartupError
-from common.layout import Kind, StateLayout, StateSpec, TensorSpec
+from common.layout import StateLayout, StateSpec, TensorSpec
 
-CARRIED = ("full_attention", "sliding_attention")
-PROBE_TOKENS = (1, 5, 3, 8, 2, 7)
+CARRIED = {
+    DummyLayer,  # a layer without state
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+}
+# Two chunks longer than usual convolutions, a chunk of one token, decode rows.
+PROBE_TOKENS = (1, 5, 3, 8, 2, 7, 4, 9, 6, 11, 5, 3, 10, 2, 8, 7)
+PROBE_CHUNKS = ((0, 6), (6, 13), (13, 14))
 # Largest difference of logits, relative to their range, that other orders of summation may cause.
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.15, "int8": 0.3}
 
@@ -26,12 +45,9 @@ def probe(model: Any) -> tuple[DynamicCache, torch.Tensor]:
     """Forward of a few tokens with transformers' own cache and attention: the cache and the last logits.
 
     Raises:
-        StartupError: a layer is of a kind that cannot be carried, or the model does not run.
+        StartupError: the model does not run with the cache that its configuration asks for.
     """
     config = model.config.get_text_config()
-    for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind not in CARRIED:
-            raise StartupError(f"layer {index} is of type {kind}: its state cannot be carried.")
     ids = torch.tensor([[t % config.vocab_size for t in PROBE_TOKENS]], device=model.device)
     try:
         cache = DynamicCache(config=model.config)
@@ -40,6 +56,11 @@ def probe(model: Any) -> tuple[DynamicCache, torch.Tensor]:
     except Exception as e:
         raise StartupError(f"this model does not run with transformers' own cache: {type(e).__name__}: {e}") from e
     return cache, out.logits[0, -1].float()
+
+
+def attention_modules(model: Any) -> dict[int, Any]:
+    """The modules that attend over compressed rows, by layer."""
+    return {m.layer_idx: m for m in model.modules() if is_latent(m) and hasattr(m, "layer_idx")}
 
 
 def stable_context(config: Any, max_context: int) -> int:
@@ -55,33 +76,50 @@ def stable_context(config: Any, max_context: int) -> int:
     return max_context
 
 
-def layout_of(cache: DynamicCache, kv_dtype: str) -> StateLayout:
-    """The state layout that a filled cache shows, with rows stored as `kv_dtype`.
+def layout_of(cache: DynamicCache, kv_dtype: str, latent_layers: Collection[int] = ()) -> StateLayout:
+    """The state layout that a filled cache shows, with rows stored as `kv_dtype`, recurrent states as they are.
 
     Raises:
         StartupError: a layer's state cannot be carried; names the layer.
     """
-    states = []
+    states: list[StateSpec] = []
     for index, layer in enumerate(cache.layers):
-        rows: Any = layer
-        kind, window = _kind_of(index, rows)
-        shapes = [(t.shape[1], t.shape[3]) for t in (rows.keys, rows.values)]
-        tensors = tuple(TensorSpec(name, shape, kv_dtype) for name, shape in zip(("k", "v"), shapes, strict=True))
-        states.append(StateSpec(index, kind, tensors, window=window))
+        # Exactly these: other subclasses hold further state that would be lost.
+        if type(layer) not in CARRIED:
+            raise StartupError(f"layer {index} has state of type {type(layer).__name__}: it cannot be carried.")
+        if isinstance(layer, LinearAttentionLayer):
+            states += _recurrent(index, layer)
+        if isinstance(layer, DynamicLayer):
+            states.append(_rows(index, layer, kv_dtype, is_latent=index in latent_layers))
+    if not states:
+        raise StartupError("this model keeps no state between tokens that its cache would show.")
     return StateLayout(tuple(states))
 
 
-def _kind_of(index: int, layer: Any) -> tuple[Kind, int]:
+def _recurrent(index: int, layer: Any) -> list[StateSpec]:
+    named = [(f"{CONV}{i}", t) for i, t in layer.conv_states.items()]
+    named += [(f"{RECURRENT}{i}", t) for i, t in layer.recurrent_states.items()]
+    found = [(name, t) for name, t in named if t is not None]
+    if not found:
+        raise StartupError(f"layer {index} ({type(layer).__name__}) shows no state: it cannot be carried.")
+    tensors = tuple(TensorSpec(n, tuple(t.shape[1:]), str(t.dtype).removeprefix("torch.")) for n, t in found)
+    return [StateSpec(index, "recurrent", tensors)]
+
+
+def _rows(index: int, layer: Any, kv_dtype: str, *, is_latent: bool) -> StateSpec:
     if getattr(layer, "keys", None) is None or not layer.is_initialized:
         raise StartupError(
             f"layer {index} ({type(layer).__name__}) keeps no rows of its own: its state cannot be carried."
         )
-    # Exactly these two: subclasses hold further state that would be lost.
-    if type(layer) is DynamicSlidingWindowLayer:
-        return "window", int(layer.sliding_window)
-    if type(layer) is DynamicLayer:
-        return "full", 0
-    raise StartupError(f"layer {index} has state of type {type(layer).__name__}: it cannot be carried.")
+    window = int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else 0
+    shapes = [(t.shape[1], t.shape[3]) for t in (layer.keys, layer.values)]
+    if is_latent:
+        if window:
+            raise StartupError(f"layer {index} attends over latents in a window: it cannot be carried.")
+        row = (shapes[0][0], shapes[0][1] + shapes[1][1])
+        return StateSpec(index, "latent", (TensorSpec("latent", row, kv_dtype),))
+    tensors = tuple(TensorSpec(name, shape, kv_dtype) for name, shape in zip(("k", "v"), shapes, strict=True))
+    return StateSpec(index, "window" if window else "full", tensors, window=window)
 
 
 def check_same(own: torch.Tensor, ours: Callable[[], torch.Tensor], dtypes: tuple[str, ...]) -> None:

@@ -14,16 +14,30 @@ from typing import Any
 
 import torch
 
-from common.engine.attention import ATTENTION_NAME, SlotCache, SlotContext, StateComplete
+from common.engine.attention import ATTENTION_NAME
+from common.engine.fixed import FixedBatch, FixedLayout, FixedRows
+from common.engine.latent import LatentWeights
 from common.engine.loader import LoadedModel, load_model
-from common.engine.probe import PROBE_TOKENS, check_same, layout_of, probe, stable_context
+from common.engine.probe import (
+    PROBE_CHUNKS,
+    PROBE_TOKENS,
+    attention_modules,
+    check_same,
+    layout_of,
+    probe,
+    stable_context,
+)
 from common.engine.sampler import sample, token_logprobs
-from common.engine.state import DTYPES, SlotState
+from common.engine.slot_cache import SlotCache, SlotContext, StateComplete, StateIndex
+from common.engine.state import SlotState
 from common.errors import RequestFailed, StartupError
 from common.layout import ModelInfo
 from common.sched import sequence as seq
 from common.sched.executor import ChunkResult, Sampled, Slot
 from common.sched.specs import slot_bytes
+
+# What rows may be stored as.
+KV_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +71,14 @@ class Runner:
         self._model, self._options = loaded.model, options
         self._device = torch.device(options.device)
         kv_dtype = options.kv_dtype or options.dtype
-        if kv_dtype not in DTYPES:
-            raise StartupError(f"kv_dtype {kv_dtype!r} is not one of {', '.join(DTYPES)}.")
+        if kv_dtype not in KV_DTYPES:
+            raise StartupError(f"kv_dtype {kv_dtype!r} is not one of {', '.join(KV_DTYPES)}.")
         cache, logits = probe(self._model)
-        layout = layout_of(cache, kv_dtype)
-        self._number_of = {spec.layer: number for number, spec in enumerate(layout.states)}
+        latents = attention_modules(self._model)
+        layout = layout_of(cache, kv_dtype, latents)
+        self._index, self._fixed = StateIndex(layout), FixedLayout(layout)
+        self._batch = FixedBatch(self._fixed)
+        self._latents = {self._index.rows(layer): LatentWeights(module) for layer, module in latents.items()}
         self._layout, manifest = layout, loaded.manifest
         self.facts = ModelInfo(
             name=manifest.name,
@@ -80,7 +97,7 @@ class Runner:
     def new_slot(self, num_tokens: int) -> SlotState:
         """State memory for up to `num_tokens`. Raises RequestFailed when there is none left."""
         try:
-            return SlotState(self._layout, num_tokens, self._options.room, self._device)
+            return SlotState(self._layout, num_tokens, self._options.room, self._device, self._fixed)
         except (RuntimeError, MemoryError) as e:
             raise RequestFailed(f"no memory for the state of {num_tokens} tokens: {e}") from e
 
@@ -93,21 +110,22 @@ class Runner:
         """Compute each row's last token and sample the next, in order."""
         starts = [row.num_computed_tokens for row in rows]
         ids = [[row.tokens[start]] for row, start in zip(rows, starts, strict=True)]
-        context = self._context([row.slot for row in rows], starts, 1)
+        context = self._rows_context(_own([row.slot for row in rows]), starts)
         logits = self._forward(self._model, ids, context).logits[:, -1]
         return sample(logits, rows, self.facts.eos_token_ids)
 
     @torch.inference_mode()
     def prefill(self, chunk: seq.Chunk, on_layer: Callable[[int], None]) -> ChunkResult:
         """Compute a chunk's state; logits only when prompt logprobs are wanted."""
-        context = self._context([chunk.seq.slot], [chunk.start], chunk.stop - chunk.start)
+        [slot] = _own([chunk.seq.slot])
+        context = self._chunk_context(slot, chunk.start, chunk.stop)
         context.on_layer = on_layer
         ids = [chunk.seq.tokens[chunk.start : chunk.stop]]
         if chunk.has_logits:
             logits = self._forward(self._model, ids, context).logits[0]
             following = chunk.seq.tokens[chunk.start + 1 : chunk.stop + 1]
             return ChunkResult(tuple(token_logprobs(logits, following, chunk.seq.prompt_logprobs or 0)))
-        context.stops_at = len(self._layout.states) - 1
+        context.stops_early = True
         with contextlib.suppress(StateComplete):
             self._forward(self._model.base_model, ids, context)
         return ChunkResult()
@@ -117,29 +135,40 @@ class Runner:
         input_ids = torch.tensor(ids, device=self._device)
         steps = torch.arange(context.length, device=self._device)
         positions = torch.tensor(context.starts, device=self._device)[:, None] + steps
-        return model(
-            input_ids=input_ids,
-            position_ids=positions,
-            cache=SlotCache(context),
-            use_cache=True,
-            slot_context=context,
-        )
+        cache = SlotCache(context)
+        out = model(input_ids=input_ids, position_ids=positions, cache=cache, use_cache=True, slot_context=context)
+        cache.finish()
+        return out
 
-    def _context(self, slots: list[Slot], starts: list[int], length: int) -> SlotContext:
-        own = [slot for slot in slots if isinstance(slot, SlotState)]
-        if len(own) != len(slots):
-            raise TypeError("this engine runs on its own slots only")
-        return SlotContext(self._layout.states, self._number_of, own, starts, length)
+    def _rows_context(self, slots: list[SlotState], starts: list[int]) -> SlotContext:
+        """For a batch of decode rows."""
+        context = SlotContext(self._index, slots, starts, 1, latents=self._latents)
+        if self._fixed.num_bytes:
+            for slot, start in zip(slots, starts, strict=True):
+                if start == 0:
+                    slot.fixed.zero_()
+            context.fixed = self._batch.gather(slots)
+        return context
+
+    def _chunk_context(self, slot: SlotState, start: int, stop: int) -> SlotContext:
+        """For a chunk of one sequence."""
+        context = SlotContext(self._index, [slot], [start], stop - start, is_chunk=True, latents=self._latents)
+        if self._fixed.num_bytes:
+            context.fixed = FixedRows(self._fixed, slot.fixed[None])
+        return context
 
     @torch.inference_mode()
     def _probe_slots(self) -> torch.Tensor:
-        """The probe's last logits through slots: two chunks and a decode row."""
+        """The probe's last logits through slots: chunks, then two decode rows at different positions."""
         ids = [t % self.facts.vocab_size for t in PROBE_TOKENS]
-        slot = self.new_slot(len(ids))
-        for start, stop in ((0, 3), (3, 5)):
-            self._forward(self._model.base_model, [ids[start:stop]], self._context([slot], [start], stop - start))
-        out = self._forward(self._model, [ids[5:]], self._context([slot], [5], 1))
-        logits: torch.Tensor = out.logits[0, -1].float()
+        slot, other = self.new_slot(len(ids)), self.new_slot(len(ids))
+        for start, stop in PROBE_CHUNKS:
+            self._forward(self._model.base_model, [ids[start:stop]], self._chunk_context(slot, start, stop))
+        for step, start in enumerate(range(PROBE_CHUNKS[-1][1], len(ids))):
+            context = self._rows_context([other, slot], [step, start])
+            out = self._forward(self._model, [[ids[step]], [ids[start]]], context)
+        self._batch.clear()
+        logits: torch.Tensor = out.logits[1, -1].float()
         return logits
 
     def _numerics(self, kv_dtype: str) -> dict[str, str]:
@@ -150,3 +179,10 @@ class Runner:
             "kv_dtype": kv_dtype,
             "threads": str(torch.get_num_threads()),
         }
+
+
+def _own(slots: list[Slot]) -> list[SlotState]:
+    own = [slot for slot in slots if isinstance(slot, SlotState)]
+    if len(own) != len(slots):
+        raise TypeError("this engine runs on its own slots only")
+    return own

@@ -3,6 +3,7 @@
     full    [num_tokens, heads, dim]                       row i is token i
     window  [w - 1 + room, heads, dim], row 0 is `base`    a full buffer is replaced, never moved within itself,
                                                            so exported views stay as they are
+    recurrent  all layers in one row of bytes (fixed.py)   changed in place, so exports are copies
 Knows layouts and tensors, no model and no scheduler. On CPU, imports and exports are views of the slot itself; on
 another device they go through host memory.
 """
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
+from common.engine.fixed import TORCH_DTYPES, FixedLayout
 from common.errors import RequestFailed
 from common.layout import StateLayout, StateSpec
 from common.sched.executor import Slot
 from common.sched.specs import slot_bytes, slot_rows
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Rows = list[torch.Tensor]
 
 
@@ -31,10 +32,22 @@ class LayerState:
 
 
 class SlotState:
-    """One sequence's state (the Slot protocol). Memory is touched only as rows are written."""
+    """One sequence's state (the Slot protocol). Memory of rows is touched only as they are written.
 
-    def __init__(self, layout: StateLayout, num_tokens: int, room: int, device: torch.device) -> None:
+    `fixed` is the row of recurrent states; a batch replaces it by a row of its own (FixedBatch).
+    """
+
+    def __init__(
+        self,
+        layout: StateLayout,
+        num_tokens: int,
+        room: int,
+        device: torch.device,
+        fixed_layout: FixedLayout | None = None,
+    ) -> None:
         self._layout, self._num_tokens, self._room, self._device = layout, num_tokens, room, device
+        self._fixed_layout = fixed_layout or FixedLayout(layout)
+        self.fixed = self._fixed_layout.new_row(device)
         self._has_staging = device.type != "cpu"
         self._staged: dict[tuple[int, int, tuple[int, ...]], Rows] = {}
         self._layers = [LayerState(self._allocate(spec)) for spec in layout.states]
@@ -82,8 +95,12 @@ class SlotState:
                 target.copy_(source)
 
     def exported(self, start: int, stop: int, layers: tuple[int, ...]) -> tuple[memoryview, ...]:
-        """Read-only views of computed rows (of host copies, for state on another device)."""
-        return tuple(_bytes_of(part.cpu()).toreadonly() for part in self._parts(start, stop, layers))
+        """Read-only views of computed rows; copies of what is on another device or changes in place."""
+        parts: Rows = []
+        for layer in layers:
+            own = self._parts(start, stop, (layer,))
+            parts += own if self._layout.states[layer].is_rows else [p.clone() for p in own]
+        return tuple(_bytes_of(part.cpu()).toreadonly() for part in parts)
 
     def copy_from(self, source: Slot, num_tokens: int) -> None:
         """Become a copy of `source`, which holds [0, num_tokens)."""
@@ -93,15 +110,19 @@ class SlotState:
             mine.base = other.base
             for target, rows in zip(mine.tensors, other.tensors, strict=True):
                 target[: num_tokens - other.base] = rows[: num_tokens - other.base]
+        self.fixed.copy_(source.fixed)
 
     def free(self) -> None:
         """Drop the memory; exported views keep theirs."""
         self._layers = []
         self._staged = {}
+        self.fixed = torch.empty(0, dtype=torch.uint8)
 
     def _allocate(self, spec: StateSpec) -> Rows:
+        if not spec.is_rows:
+            return []
         rows = slot_rows(spec, self._num_tokens, self._room)
-        return [torch.empty((rows, *t.shape), dtype=DTYPES[t.dtype], device=self._device) for t in spec.tensors]
+        return [torch.empty((rows, *t.shape), dtype=TORCH_DTYPES[t.dtype], device=self._device) for t in spec.tensors]
 
     def _slide(self, state: LayerState, spec: StateSpec, start: int, stop: int) -> None:
         """Fresh buffers that keep what a continuation at `start` reads."""
@@ -119,6 +140,9 @@ class SlotState:
             raise RequestFailed("the sequence is gone, and its state memory with it")
         parts: Rows = []
         for layer in layers:
+            if layer in self._fixed_layout.parts:
+                parts += [p.view(self.fixed[None])[0] for p in self._fixed_layout.parts[layer]]
+                continue
             state = states[layer]
             if not 0 <= start - state.base < stop - state.base <= state.tensors[0].shape[0]:
                 raise RequestFailed(f"rows [{start}, {stop}) of layer number {layer} are outside the slot")

@@ -64,7 +64,8 @@ def loaded(model: Any) -> LoadedModel:
     config = model.config.get_text_config()
     eos = config.eos_token_id
     eos = tuple(eos) if isinstance(eos, list) else (eos,)
-    return LoadedModel(model, manifest, Path(), eos, config.vocab_size, config.max_position_embeddings)
+    limit = getattr(config, "max_position_embeddings", None) or 512
+    return LoadedModel(model, manifest, Path(), eos, config.vocab_size, limit)
 
 
 def tiny_backend(model: Any, chunk_tokens: int, dtype: str = "float32", kv_dtype: str = "", **options: Any):
