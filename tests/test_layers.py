@@ -52,7 +52,7 @@ LAYERS = {
     "common.sched": Layer(ours=BASE, others=(), banned=("asyncio", "socket", "random", "secrets", *CLOCK)),
     "common.engine": Layer(
         ours=(*BASE, "common.sched"),
-        others=("torch", "transformers", "numpy", "safetensors", "tokenizers", "gguf"),
+        others=("torch", "transformers", "numpy", "safetensors", "tokenizers", "gguf", "llvmlite"),
         banned=("asyncio", "socket", *CLOCK),
     ),
     "common.backend": Layer(ours=BASE, others=()),

@@ -1,0 +1,334 @@
+"""Machine code for products of few rows with a large matrix, made with LLVM at run time for this CPU.
+
+One function per weight format: y[M, N] = x[M, K] W[N, K]^T + bias. W is packed in tiles of ROWS rows, each a run of
+chunks that hold STEPS[format] weights of every row: one stream that is read once, whatever M. Each sum adds chunk
+after chunk in the same order with fused multiply-adds, so a result depends neither on M nor on the thread that made it,
+and nothing lets the compiler assume away NaN or infinity. Knows addresses, no tensors. Used by kernel_weights.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import platform
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+ROWS = 3  # rows of W in a tile; ROWS * MAX_X accumulators, ROWS weights and one x fill 16 vector registers
+MAX_X = 4  # rows of x that one pass over a tile serves
+LANES = 8
+UNPACK_FROM = 32  # from so many rows of x on, a block is unpacked to float32 once instead of in every pass
+PREFETCH_BYTES = 4096  # how far ahead in the tile's stream
+
+# Weights of each row in a chunk, and the bytes of a chunk.
+STEPS = {"float32": 8, "bfloat16": 16, "int8": 32}
+CHUNK_BYTES = {"float32": ROWS * 32, "bfloat16": ROWS * 32, "int8": ROWS * (4 + 32)}
+
+# Slots (int64) of a plan: the same for every call; then SEGMENT slots per matrix.
+PLAN = ("num_blocks", "block_rows", "num_chunks", "scratch_bytes")
+SEGMENT = ("weights", "bias", "num_rows", "num_blocks")
+# Slots of what one call adds; the first two are counters that the threads take blocks and scratch memory by.
+_CALL = ("next_block", "next_scratch", "plan", "x", "x_stride", "num_x", "out", "scratch")
+
+_VECTOR = f"<{LANES} x float>"
+_TILE_ARGS = (
+    "ptr noalias {w}, i64 {chunks}, ptr {x}, i64 {x_stride}, ptr {bias}, ptr noalias {out}, i64 {n}, i64 {rows}"
+)
+
+Entry = Callable[[int, int, int, int, int, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Entry points by weight format: f(plan, x, x_stride, num_x, out, scratch, threads), addresses and counts.
+
+    `x_stride` counts floats. `scratch` has `scratch_bytes` of the plan per thread, needed when num_x >= UNPACK_FROM.
+    `out` takes each segment's [num_x, num_rows] after the other. Calls may run at once on any threads.
+    """
+
+    entries: dict[str, Entry]
+    engine: object  # owns the code
+
+
+_lock = threading.Lock()
+_made: list[Kernels | str] = []
+
+
+def kernels() -> Kernels | None:
+    """The kernels of this process, compiled at the first call; None, said once in the log, if that fails."""
+    with _lock:
+        if not _made:
+            try:
+                _made.append(_compile())
+            except (ImportError, OSError, RuntimeError, AttributeError, ValueError) as error:
+                log.info("matrix kernels are not available, torch computes all products: %s", error)
+                _made.append(str(error) or type(error).__name__)
+        made = _made[0]
+    return made if isinstance(made, Kernels) else None
+
+
+def reason() -> str:
+    """Why `kernels` returned None, or an empty string."""
+    return _made[0] if _made and isinstance(_made[0], str) else ""
+
+
+def _compile() -> Kernels:
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    features = llvm.get_host_cpu_features()
+    machine_name = platform.machine().lower()
+    if sys.byteorder != "little" or not (
+        machine_name in ("aarch64", "arm64") or (features.get("avx2") and features.get("fma"))
+    ):
+        raise RuntimeError(f"{machine_name} without AVX2 and FMA")
+    # torch's own OpenMP threads: a second pool would fight with them for the cores.
+    parallel = ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
+    target = llvm.Target.from_default_triple()
+    machine = target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=2)
+    module = llvm.parse_assembly(source(parallel))
+    module.verify()
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    signature = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6, ctypes.c_int32)
+    return Kernels({name: signature(engine.get_function_address(f"product_{name}")) for name in STEPS}, engine)
+
+
+def source(parallel: int) -> str:
+    """The LLVM module; `parallel` is the address of GOMP_parallel."""
+    parts = [
+        f"declare {_VECTOR} @llvm.fma.v{LANES}f32({_VECTOR}, {_VECTOR}, {_VECTOR})",
+        "declare i64 @llvm.umin.i64(i64, i64)",
+        "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)",
+    ]
+    for name in STEPS:
+        parts += [_tile(name, m) for m in range(1, MAX_X + 1)]
+        parts += [_block(name), _unpack(name), _worker(name), _entry(name, parallel)]
+    return "\n".join(parts)
+
+
+class _Code:
+    """Lines of one function, with fresh names for intermediate values."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def value(self, expression: str) -> str:
+        name = f"%v{len(self.lines)}"
+        self.lines.append(f"  {name} = {expression}")
+        return name
+
+    def do(self, *lines: str) -> None:
+        self.lines += [line if line.endswith(":") else "  " + line for line in lines]
+
+    def at(self, base: str, index: str | int, kind: str = "i8") -> str:
+        """Address of element `index` of an array of `kind`."""
+        return self.value(f"getelementptr {kind}, ptr {base}, i64 {index}")
+
+    def slots(self, base: str, names: tuple[str, ...]) -> dict[str, str]:
+        """All int64 slots of a record."""
+        return {name: self.value(f"load i64, ptr {self.at(base, i, 'i64')}") for i, name in enumerate(names)}
+
+    def pointer(self, number: str) -> str:
+        return self.value(f"inttoptr i64 {number} to ptr")
+
+    def function(self, head: str) -> str:
+        return "\n".join([f"define {head} {{", *self.lines, "}"])
+
+
+def _weights(code: _Code, name: str, chunk: str, row: int, part: int) -> str:
+    """Eight float32 weights of a chunk: those of `row` that meet x[8 * part : 8 * part + 8] of the chunk's step."""
+    if name == "float32":
+        return code.value(f"load {_VECTOR}, ptr {code.at(chunk, row * 32)}, align 4")
+    if name == "bfloat16":
+        # Weight i and weight 8 + i share a 32-bit word; a bfloat16 is the upper half of a float32.
+        pairs = code.value(f"load <8 x i32>, ptr {code.at(chunk, row * 32)}, align 4")
+        bits = code.value(
+            f"and <8 x i32> {pairs}, splat (i32 -65536)" if part else f"shl <8 x i32> {pairs}, splat (i32 16)"
+        )
+        return code.value(f"bitcast <8 x i32> {bits} to {_VECTOR}")
+    small = code.value(f"load <8 x i8>, ptr {code.at(chunk, ROWS * 4 + row * 32 + part * 8)}, align 1")
+    wide = code.value(f"sext <8 x i8> {small} to <8 x i32>")
+    plain = code.value(f"sitofp <8 x i32> {wide} to {_VECTOR}")
+    return code.value(f"fmul {_VECTOR} {plain}, {_scale(code, chunk, row)}")
+
+
+def _scale(code: _Code, chunk: str, row: int) -> str:
+    one = code.value(f"load float, ptr {code.at(chunk, row * 4)}, align 4")
+    first = code.value(f"insertelement {_VECTOR} poison, float {one}, i32 0")
+    return code.value(f"shufflevector {_VECTOR} {first}, {_VECTOR} poison, <8 x i32> zeroinitializer")
+
+
+def _tile(name: str, num_x: int) -> str:
+    """One tile of W times `num_x` rows of x; stores the first `rows` of its results."""
+    code, step = _Code(), STEPS[name]
+    sums = [[f"%s{row}_{m}" for m in range(num_x)] for row in range(ROWS)]
+    code.do("entry:")
+    xs = ["%x"] + [code.at("%x", code.value(f"mul i64 %x_stride, {m}"), "float") for m in range(1, num_x)]
+    code.do("br label %loop", "loop:", "%c = phi i64 [0, %entry], [%c.next, %loop]")
+    code.do(*(f"{s} = phi {_VECTOR} [zeroinitializer, %entry], [{s}.next, %loop]" for row in sums for s in row))
+    chunk = code.at("%w", code.value(f"mul i64 %c, {CHUNK_BYTES[name]}"))
+    for ahead in range(0, CHUNK_BYTES[name], 64):
+        code.do(f"call void @llvm.prefetch.p0(ptr {code.at(chunk, PREFETCH_BYTES + ahead)}, i32 0, i32 3, i32 1)")
+    k = code.value(f"mul i64 %c, {step}")
+    last = dict(zip((s for row in sums for s in row), (s for row in sums for s in row), strict=True))
+    for part in range(step // LANES):
+        weights = [_weights(code, name, chunk, row, part) for row in range(ROWS)]
+        for m in range(num_x):
+            x = code.value(f"load {_VECTOR}, ptr {code.at(code.at(xs[m], k, 'float'), part * LANES, 'float')}, align 4")
+            for row in range(ROWS):
+                s = sums[row][m]
+                fresh = f"{s}.next" if part == step // LANES - 1 else f"{s}.{part}"
+                terms = ", ".join(f"{_VECTOR} {term}" for term in (weights[row], x, last[s]))
+                code.do(f"{fresh} = call {_VECTOR} @llvm.fma.v8f32({terms})")
+                last[s] = fresh
+    code.do("%c.next = add i64 %c, 1", "%more = icmp ult i64 %c.next, %chunks", "br i1 %more, label %loop, label %done")
+    code.do("done:")
+    _store(code, sums)
+    args = _TILE_ARGS.format(**{a: f"%{a}" for a in ("w", "chunks", "x", "x_stride", "bias", "out", "n", "rows")})
+    return code.function(f"internal void @tile_{name}_{num_x}({args}) noinline nounwind")
+
+
+def _store(code: _Code, sums: list[list[str]]) -> None:
+    totals = [[_total(code, f"{s}.next") for s in row] for row in sums]
+    for row, line in enumerate(totals):
+        if row:
+            code.do(
+                f"%has{row} = icmp ugt i64 %rows, {row}", f"br i1 %has{row}, label %row{row}, label %end", f"row{row}:"
+            )
+        bias = code.value(f"load float, ptr {code.at('%bias', row, 'float')}, align 4")
+        for m, total in enumerate(line):
+            place = code.at(code.at("%out", code.value(f"mul i64 %n, {m}"), "float"), row, "float")
+            code.do(f"store float {code.value(f'fadd float {total}, {bias}')}, ptr {place}, align 4")
+    code.do("br label %end", "end:", "ret void")
+
+
+def _total(code: _Code, vector: str) -> str:
+    """The sum of eight lanes, as a tree."""
+    for lanes in (4, 2, 1):
+        low, high = (
+            code.value(
+                f"shufflevector <{2 * lanes} x float> {vector}, <{2 * lanes} x float> poison, <{lanes} x i32> <"
+                + ", ".join(f"i32 {start + i}" for i in range(lanes))
+                + ">"
+            )
+            for start in (0, lanes)
+        )
+        vector = code.value(f"fadd <{lanes} x float> {low}, {high}")
+    return code.value(f"extractelement <1 x float> {vector}, i32 0")
+
+
+def _block(name: str) -> str:
+    """All rows of x, MAX_X at a time or fewer in equal parts, times a block of tiles."""
+    code = _Code()
+    tile_bytes = "%tile_bytes"
+    code.do("entry:", f"{tile_bytes} = mul i64 %chunks, {CHUNK_BYTES[name]}", "br label %group", "group:")
+    code.do("%m = phi i64 [0, %entry], [%m.next, %group.end]")
+    left = code.value("sub i64 %num_x, %m")
+    parts = code.value(f"udiv i64 {code.value(f'add i64 {left}, {MAX_X - 1}')}, {MAX_X}")
+    rounded = code.value(f"sub i64 {code.value(f'add i64 {left}, {parts}')}, 1")
+    size = code.value(f"udiv i64 {rounded}, {parts}")
+    x = code.at("%x", code.value("mul i64 %m, %x_stride"), "float")
+    out = code.at("%out", code.value("mul i64 %m, %n"), "float")
+    cases = " ".join(f"i64 {m}, label %size{m}" for m in range(1, MAX_X))
+    code.do(f"switch i64 {size}, label %size{MAX_X} [{cases}]")
+    for m in range(1, MAX_X + 1):
+        code.do(
+            f"size{m}:", f"br label %tile{m}", f"tile{m}:", f"%r{m} = phi i64 [0, %size{m}], [%r{m}.next, %tile{m}]"
+        )
+        code.do(f"%w{m} = phi ptr [%w, %size{m}], [%w{m}.next, %tile{m}]")
+        args = {"w": f"%w{m}", "chunks": "%chunks", "x": x, "x_stride": "%x_stride", "n": "%n"}
+        args |= {"bias": code.at("%bias", f"%r{m}", "float"), "out": code.at(out, f"%r{m}", "float")}
+        args["rows"] = code.value(f"sub i64 %rows, %r{m}")
+        code.do(f"call void @tile_{name}_{m}({_TILE_ARGS.format(**args)})")
+        code.do(f"%r{m}.next = add i64 %r{m}, {ROWS}", f"%w{m}.next = getelementptr i8, ptr %w{m}, i64 {tile_bytes}")
+        more = code.value(f"icmp ult i64 %r{m}.next, %rows")
+        code.do(f"br i1 {more}, label %tile{m}, label %group.end")
+    code.do("group.end:", f"%m.next = add i64 %m, {size}")
+    more = code.value("icmp ult i64 %m.next, %num_x")
+    code.do(f"br i1 {more}, label %group, label %end", "end:", "ret void")
+    args_text = _TILE_ARGS.format(**{a: f"%{a}" for a in ("w", "chunks", "x", "x_stride", "bias", "out", "n", "rows")})
+    return code.function(f"internal void @block_{name}({args_text}, i64 %num_x) noinline nounwind")
+
+
+def _unpack(name: str) -> str:
+    """`num` chunks as float32 chunks."""
+    code, parts = _Code(), STEPS[name] // LANES
+    code.do("entry:", "br label %loop", "loop:", "%c = phi i64 [0, %entry], [%c.next, %loop]")
+    chunk = code.at("%w", code.value(f"mul i64 %c, {CHUNK_BYTES[name]}"))
+    to = code.at("%to", code.value(f"mul i64 %c, {parts * CHUNK_BYTES['float32']}"))
+    for part in range(parts):
+        for row in range(ROWS):
+            place = code.at(to, part * CHUNK_BYTES["float32"] + row * 32)
+            code.do(f"store {_VECTOR} {_weights(code, name, chunk, row, part)}, ptr {place}, align 4")
+    code.do("%c.next = add i64 %c, 1", "%more = icmp ult i64 %c.next, %num", "br i1 %more, label %loop, label %end")
+    code.do("end:", "ret void")
+    return code.function(f"internal void @unpack_{name}(ptr noalias %w, i64 %num, ptr noalias %to) noinline nounwind")
+
+
+def _worker(name: str) -> str:
+    """One thread's share of a call: takes block after block until none is left."""
+    code = _Code()
+    code.do("entry:")
+    call = code.slots("%call", _CALL)
+    plan_at = code.pointer(call["plan"])
+    plan, x, first_out = code.slots(plan_at, PLAN), code.pointer(call["x"]), code.pointer(call["out"])
+    first_segment = code.at(plan_at, len(PLAN), "i64")
+    turn = code.value(f"atomicrmw add ptr {code.at('%call', 1, 'i64')}, i64 1 monotonic")
+    scratch = code.at(code.pointer(call["scratch"]), code.value(f"mul i64 {turn}, {plan['scratch_bytes']}"))
+    unpacks = code.value(f"icmp uge i64 {call['num_x']}, {UNPACK_FROM if name != 'float32' else 1 << 62}")
+    code.do("br label %take", "take:", "%b = atomicrmw add ptr %call, i64 1 monotonic")
+    more = code.value(f"icmp ult i64 %b, {plan['num_blocks']}")
+    code.do(
+        f"br i1 {more}, label %find, label %end", "find:", f"%s = phi ptr [{first_segment}, %take], [%s.next, %skip]"
+    )
+    code.do("%i = phi i64 [%b, %take], [%i.next, %skip]", f"%o = phi ptr [{first_out}, %take], [%o.next, %skip]")
+    segment = code.slots("%s", SEGMENT)
+    inside = code.value(f"icmp ult i64 %i, {segment['num_blocks']}")
+    code.do(f"br i1 {inside}, label %found, label %skip", "skip:", f"%i.next = sub i64 %i, {segment['num_blocks']}")
+    code.do(f"%s.next = getelementptr i64, ptr %s, i64 {len(SEGMENT)}")
+    size = code.value(f"mul i64 {call['num_x']}, {segment['num_rows']}")
+    code.do(f"%o.next = getelementptr float, ptr %o, i64 {size}", "br label %find", "found:")
+    row = code.value(f"mul i64 %i, {plan['block_rows']}")
+    rest = code.value(f"sub i64 {segment['num_rows']}, {row}")
+    rows = code.value(f"call i64 @llvm.umin.i64(i64 {rest}, i64 {plan['block_rows']})")
+    chunk = code.value(f"mul i64 {code.value(f'udiv i64 {row}, {ROWS}')}, {plan['num_chunks']}")
+    w = code.at(code.pointer(segment["weights"]), code.value(f"mul i64 {chunk}, {CHUNK_BYTES[name]}"))
+    args = {"w": w, "chunks": plan["num_chunks"], "x": x, "x_stride": call["x_stride"], "n": segment["num_rows"]}
+    args |= {
+        "bias": code.at(code.pointer(segment["bias"]), row, "float"),
+        "out": code.at("%o", row, "float"),
+        "rows": rows,
+    }
+    code.do(f"br i1 {unpacks}, label %unpack, label %direct", "direct:")
+    code.do(f"call void @block_{name}({_TILE_ARGS.format(**args)}, i64 {call['num_x']})", "br label %take", "unpack:")
+    tiles = code.value(f"udiv i64 {code.value(f'add i64 {rows}, {ROWS - 1}')}, {ROWS}")
+    num = code.value(f"mul i64 {tiles}, {plan['num_chunks']}")
+    code.do(f"call void @unpack_{name}(ptr {w}, i64 {num}, ptr {scratch})")
+    args |= {"w": scratch, "chunks": code.value(f"mul i64 {plan['num_chunks']}, {STEPS[name] // LANES}")}
+    code.do(
+        f"call void @block_float32({_TILE_ARGS.format(**args)}, i64 {call['num_x']})",
+        "br label %take",
+        "end:",
+        "ret void",
+    )
+    return code.function(f"internal void @worker_{name}(ptr %call) nounwind")
+
+
+def _entry(name: str, parallel: int) -> str:
+    """Lays out the call on the stack and runs the worker here or on `threads` threads."""
+    code = _Code()
+    code.do("entry:", f"%call = alloca [{len(_CALL)} x i64], align 16")
+    for i, slot in enumerate(_CALL):
+        code.do(f"store i64 {'0' if i < 2 else '%' + slot}, ptr {code.at('%call', i, 'i64')}")
+    code.do("%alone = icmp slt i32 %threads, 2", "br i1 %alone, label %serial, label %parallel", "serial:")
+    code.do(f"call void @worker_{name}(ptr %call)", "ret void", "parallel:")
+    code.do(f"%run = inttoptr i64 {parallel} to ptr")
+    code.do(f"call void %run(ptr @worker_{name}, ptr %call, i32 %threads, i32 0)", "ret void")
+    args = ", ".join(f"i64 %{slot}" for slot in _CALL[2:])
+    return code.function(f"void @product_{name}({args}, i32 %threads)")
