@@ -18,10 +18,10 @@ ALL_MARKS := $(shell [ "$$(id -u)" = 0 ] && [ -c /dev/net/tun ] || echo 'not wan
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model models demo test test-all check bench clean
+.PHONY: help setup model models demo test test-all check bench bench-engine bench-lag clean
 
 help: ## show this text
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.ready ## create .venv with the product and its development tools (a few minutes, once)
 
@@ -59,6 +59,12 @@ check: setup ## format, lint, types, import rules (a minute or two)
 
 bench: model ## measure throughput and latency of a pair on this machine
 	@$(BIN)/python -m benchmarks.bench $(ARGS)
+
+bench-engine: models ## our engine against transformers, vLLM and llama.cpp (ARGS=--help; builds them once: 4 GB, an hour)
+	@$(BIN)/python -m benchmarks.engine $(ARGS)
+
+bench-lag: models ## event-loop lag and ITL of running streams while a long prompt is prefilled locally
+	@$(BIN)/python -m benchmarks.engine.lag $(ARGS)
 
 clean: ## remove .venv, build outputs and caches of the checkout (models in PRFAAS_HOME stay)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

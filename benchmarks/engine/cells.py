@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from benchmarks.engine.client import BadAnswer, Client, StreamRecord
 from benchmarks.engine.stats import percentile
 from benchmarks.engine.workload import STREAM_OUTPUT, Cell, Prompts, Sizes
 
 Figures = dict[str, float]
+Watch = Callable[[str], Awaitable[None]]
 
 
 async def run_cell(
@@ -28,7 +29,7 @@ async def run_cell(
     if cell.kind == "prefill":
         record = await client.stream(prompts.take(cell.size, (number, str(cell), 0)), 1)
         return {"tokens_per_s": cell.size / record.ttft_s, "ttft_s": record.ttft_s}
-    return await _mixed(client, prompts, sizes, number, is_static=is_static)
+    return await run_mixed(client, prompts, sizes, number, is_static=is_static)
 
 
 async def together(client: Client, asked: Sequence[Sequence[int]], max_tokens: int) -> list[StreamRecord]:
@@ -83,27 +84,43 @@ def mixed_figures(streams: Sequence[StreamRecord], long: StreamRecord, num_promp
         "itl_p99_s": percentile(mixed, 0.99),
     }
     figures["itl_p50_ratio"] = figures["itl_p50_s"] / figures["quiet_itl_p50_s"]
-    figures["itl_p99_ratio"] = figures["itl_p99_s"] / figures["quiet_itl_p50_s"]
+    figures["itl_p99_ratio"] = figures["itl_p99_s"] / figures["quiet_itl_p99_s"]
+    figures["itl_worst_ratio"] = figures["itl_p99_s"] / figures["quiet_itl_p50_s"]
     return figures
 
 
-async def _mixed(client: Client, prompts: Prompts, sizes: Sizes, number: int, *, is_static: bool) -> Figures:
-    """A static batch takes nobody in: there the streams are short, and the long prompt waits for their end."""
+async def run_mixed(
+    client: Client, prompts: Prompts, sizes: Sizes, number: int, *, is_static: bool = False, at: Watch | None = None
+) -> Figures:
+    """The mixed cell; `at` is awaited with "running", "sending" and "done" at those moments.
+
+    A static batch takes nobody in: there the streams are short, and the long prompt waits for their end.
+    """
     num_output = 2 * sizes.quiet_output if is_static else STREAM_OUTPUT
     asked = prompts.several(sizes.num_streams, sizes.decode_prompt, (number, "mixed"))
     records = [StreamRecord() for _ in asked]
     tasks = [asyncio.ensure_future(client.stream(p, num_output, r)) for p, r in zip(asked, records, strict=True)]
+    at = at or _look_away
     try:
+        for record in records:
+            await record.wait_events(2)
+        await at("running")
         for record in records:
             await record.wait_events(sizes.quiet_output)
         _raise_errors(tasks)
+        await at("sending")
         long = await client.stream(prompts.take(sizes.long_prompt, (number, "long", 0)), 1)
+        await at("done")
         for record in records:  # the gap that was open at the first token belongs to the prefill
-            await record.wait_events(sum(at <= long.first_at for at in record.events) + 1)
+            await record.wait_events(sum(moment <= long.first_at for moment in record.events) + 1)
         _raise_errors(tasks)
     finally:
         await _cancel(tasks)
     return mixed_figures(records, long, sizes.long_prompt)
+
+
+async def _look_away(_moment: str) -> None:
+    pass
 
 
 def _raise_errors(tasks: Sequence[asyncio.Future[StreamRecord]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=prfaas_home() / "bench" / "engine.json", help="JSON; the markdown lies beside it")
     add(
         "--set",
-        type=_override,
+        type=override,
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
@@ -51,10 +52,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name in args.models:
         if args.render is None and not (prfaas_home() / "models" / name / "config.json").is_file():
             parser.error(f"model {name} is missing: run `make model MODEL={name}` first")
-    merged: dict[str, dict[str, Any]] = {}
-    for section, key, value in args.set:
-        merged.setdefault(section, {})[key] = value
-    args.set = merged
+    args.set = merge_overrides(args.set)
     return args
 
 
@@ -65,7 +63,8 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
     return Sizes(**{**vars(base), **named})
 
 
-def _override(text: str) -> tuple[str, str, Any]:
+def override(text: str) -> tuple[str, str, Any]:
+    """ "batch.token_budget=64" -> ("batch", "token_budget", 64). Raises argparse.ArgumentTypeError."""
     path, equals, value = text.partition("=")
     section, dot, key = path.partition(".")
     if not (equals and dot and key):
@@ -74,3 +73,11 @@ def _override(text: str) -> tuple[str, str, Any]:
         return section, key, json.loads(value)
     except ValueError:
         return section, key, value
+
+
+def merge_overrides(overrides: Sequence[tuple[str, str, Any]]) -> dict[str, dict[str, Any]]:
+    """{section: {key: value}}; the last of a key wins."""
+    merged: dict[str, dict[str, Any]] = {}
+    for section, key, value in overrides:
+        merged.setdefault(section, {})[key] = value
+    return merged

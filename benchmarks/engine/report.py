@@ -45,6 +45,7 @@ ROWS = (
     Row("mixed", "quiet_itl_p99_s", "- ITL p99 before, ms", 1e3, 0, higher_is_better=False),
     Row("mixed", "itl_p50_s", "- ITL p50 meanwhile, ms", 1e3, 0, higher_is_better=False),
     Row("mixed", "itl_p99_s", "- ITL p99 meanwhile, ms", 1e3, 0, higher_is_better=False),
+    Row("mixed", "itl_worst_ratio", "- ITL p99 meanwhile / p50 before", 1, 1, has_ratio=False),
 )
 
 
