@@ -126,7 +126,7 @@ class Generation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BackendStats:
-    """A snapshot for status, metrics and admission."""
+    """A snapshot for status, metrics and admission. `mixed_tokens_per_s`: local prefill beside running streams."""
 
     num_running: int = 0
     num_prefilling: int = 0
@@ -135,6 +135,8 @@ class BackendStats:
     num_steps: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_preemptions: int = 0
+    mixed_tokens_per_s: float = 0.0
     last_progress_at: float = 0.0
     is_alive: bool = True
 

@@ -96,6 +96,12 @@ class FakeSlot:
         self._rows = [[t.copy() for t in layer] for layer in source._rows]
         self._base = list(source._base)
 
+    def park(self, num_tokens: int) -> None:
+        """Nothing moves."""
+
+    def unpark(self) -> None:
+        """Nothing moved."""
+
     def free(self) -> None:
         """Drop the memory."""
         self._rows = []

@@ -97,6 +97,8 @@ class LocalBackend:
             num_steps=worker.num_steps,
             num_prompt_tokens=worker.num_prompt_tokens,
             num_output_tokens=worker.num_output_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            mixed_tokens_per_s=scheduler.budget.tokens_per_s,
             last_progress_at=worker.last_progress_at,
             is_alive=worker.is_alive,
         )

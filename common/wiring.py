@@ -20,12 +20,13 @@ from common.trace import TraceWriter
 from common.worker import WorkerOptions
 
 
-def make_backend(config: SharedConfig, *, max_batch: int = 16, token_budget: int = 0) -> LocalBackend:
+def make_backend(config: SharedConfig, *, max_batch: int = 16, token_budget: int = 0, max_stretch: float = 3.0) -> LocalBackend:
     """The engine that the configuration names, not started yet."""
     engine = config.engine
     options = WorkerOptions(
         chunk_tokens=engine.num_chunk_tokens,
         token_budget=token_budget,
+        max_stretch=max_stretch,
         max_batch=max_batch,
         segment_bytes=engine.segment_bytes,
         cpus=tuple(engine.cpus),

@@ -45,10 +45,11 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """How the engine thread runs. 0 means: `token_budget` as chunk_tokens; `cpus` empty: wherever the process may."""
+    """How the engine thread runs. `token_budget` 0: steered by `max_stretch`; no `cpus`: wherever the process may."""
 
     chunk_tokens: int = 256
     token_budget: int = 0
+    max_stretch: float = 3.0
     max_batch: int = 16
     segment_bytes: int = 1 << 20
     cpus: tuple[int, ...] = ()
@@ -143,7 +144,8 @@ class EngineWorker:
         facts, options = self.executor.facts, self.options
         limits = SchedulerLimits(
             chunk_tokens=options.chunk_tokens,
-            token_budget=options.token_budget or options.chunk_tokens,
+            token_budget=options.token_budget,
+            max_stretch=options.max_stretch,
             max_batch=options.max_batch,
             max_logit_rows=max(1, MAX_LOGIT_BYTES // (8 * facts.vocab_size)),
         )
@@ -165,12 +167,19 @@ class EngineWorker:
         if batch is None:
             return False
         self.num_steps += 1
+        self._deliver(list(batch.failed))
+        started_at = decoded_at = time.monotonic()
         if batch.rows:
             sampled = self.executor.decode(batch.rows)
             self.num_output_tokens += len(sampled)
             self._deliver(self.scheduler.update_rows(batch.rows, sampled))
+            decoded_at = time.monotonic()
+        num_tokens = 0
         if batch.chunk is not None:
+            num_tokens = batch.chunk.stop - batch.chunk.start
             self._prefill(batch.chunk)
+        if batch.rows:
+            self.scheduler.budget.note_step(decoded_at - started_at, num_tokens, time.monotonic() - decoded_at)
         return True
 
     def _prefill(self, chunk: Chunk) -> None:

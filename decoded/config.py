@@ -120,8 +120,12 @@ class BatchConfig(Section):
 
     max_batch: int = key(16, "Sequences in one decode step.", ge=1, le=4096)
     token_budget: int = key(
-        0, "Prompt tokens of local prefill mixed into one decode step: less keeps running streams smoother. 0 is the"
-        " engine's chunk.", ge=0,
+        0, "Prompt tokens of local prefill mixed into one decode step. 0: as many as max_stretch allows, learned while"
+        " running.", ge=0,
+    )  # fmt: skip
+    max_stretch: float = key(
+        3.0, "How many times as long as its decode rows alone a step with local prefill may take: the pace of running"
+        " streams while a long prompt is computed, against that prompt's speed.", gt=1, le=1000,
     )  # fmt: skip
 
 

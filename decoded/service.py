@@ -47,7 +47,12 @@ class DecodeService:
         self.decode_metrics = DecodeMetrics(self.metrics.registry)
         self._loop_lag = LoopLag(self.metrics)
         self.trace = make_trace(config)
-        self.backend = make_backend(config, max_batch=config.batch.max_batch, token_budget=config.batch.token_budget)
+        self.backend = make_backend(
+            config,
+            max_batch=config.batch.max_batch,
+            token_budget=config.batch.token_budget,
+            max_stretch=config.batch.max_stretch,
+        )
         self.started_at = time.monotonic()
         self.tokenizer: Tokenizer
         self.peers: PeerSet

@@ -127,6 +127,8 @@ def status_facts(service: DecodeService) -> dict[str, Any]:
         "admitted_state_bytes": dispatcher.admission.state_bytes,
         "state_bytes": dict(stats.state_bytes),
         "num_output_tokens": stats.num_output_tokens,
+        "num_preemptions": stats.num_preemptions,
+        "mixed_prefill_tokens_per_s": round(stats.mixed_tokens_per_s, 1),
     }
 
 

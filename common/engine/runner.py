@@ -42,13 +42,16 @@ KV_DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """How to compute. `kv_dtype` "" means as `dtype`; `threads` 0 leaves torch's choice; `room`: largest chunk."""
+    """How to compute. `kv_dtype` "" means as `dtype`; `threads` 0 leaves torch's choice; `room`: largest chunk;
+    `parks`: preempted sequences move to host memory (None: on devices with memory of their own).
+    """
 
     device: str = "cpu"
     dtype: str = "float32"
     kv_dtype: str = ""
     threads: int = 0
     room: int = 256
+    parks: bool | None = None
 
 
 def load(path: Path, options: RunnerOptions) -> Runner:
@@ -97,7 +100,8 @@ class Runner:
     def new_slot(self, num_tokens: int) -> SlotState:
         """State memory for up to `num_tokens`. Raises RequestFailed when there is none left."""
         try:
-            return SlotState(self._layout, num_tokens, self._options.room, self._device, self._fixed)
+            parks = self._options.parks
+            return SlotState(self._layout, num_tokens, self._options.room, self._device, self._fixed, parks=parks)
         except (RuntimeError, MemoryError) as e:
             raise RequestFailed(f"no memory for the state of {num_tokens} tokens: {e}") from e
 

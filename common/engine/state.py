@@ -44,17 +44,24 @@ class SlotState:
         room: int,
         device: torch.device,
         fixed_layout: FixedLayout | None = None,
+        *,
+        parks: bool | None = None,
     ) -> None:
+        """`parks`: whether parking moves the state to host memory; by default where that is another memory."""
         self._layout, self._num_tokens, self._room, self._device = layout, num_tokens, room, device
         self._fixed_layout = fixed_layout or FixedLayout(layout)
         self.fixed = self._fixed_layout.new_row(device)
         self._has_staging = device.type != "cpu"
+        self._parks = self._has_staging if parks is None else parks
+        self._parked: list[Rows] = []
         self._staged: dict[tuple[int, int, tuple[int, ...]], Rows] = {}
         self._layers = [LayerState(self._allocate(spec)) for spec in layout.states]
 
     @property
     def num_bytes(self) -> dict[str, int]:
-        """Memory held, by layer kind; empty after `free`."""
+        """Memory held, by layer kind ("host" while it is parked elsewhere); empty after `free`."""
+        if self._parked:
+            return {"host": sum(t.nbytes for rows in self._parked for t in rows) + self.fixed.nbytes}
         return slot_bytes(self._layout, self._num_tokens, self._room) if self._layers else {}
 
     # -- used by the attention function
@@ -112,9 +119,32 @@ class SlotState:
                 target[: num_tokens - other.base] = rows[: num_tokens - other.base]
         self.fixed.copy_(source.fixed)
 
+    def park(self, num_tokens: int) -> None:
+        """Leave the batch, and the device if there is one: only what a continuation at `num_tokens` reads is kept."""
+        self.fixed = self.fixed.to("cpu", copy=True)
+        if not self._parks:
+            return
+        for state, spec in zip(self._layers, self._layout.states, strict=True):
+            first = spec.needed_from(num_tokens) if spec.is_rows else 0
+            self._parked.append([t[first - state.base : num_tokens - state.base].cpu().clone() for t in state.tensors])
+            state.tensors, state.base = [], first
+
+    def unpark(self) -> None:
+        """Come back. Raises RequestFailed when there is no memory."""
+        try:
+            self.fixed = self.fixed.to(self._device)
+            for state, spec, parked in zip(self._layers, self._layout.states, self._parked, strict=False):
+                state.tensors = self._allocate(spec)
+                for target, rows in zip(state.tensors, parked, strict=True):
+                    target[: rows.shape[0]] = rows
+        except (RuntimeError, MemoryError) as e:
+            raise RequestFailed(f"no memory to bring back the state of a preempted sequence: {e}") from e
+        self._parked = []
+
     def free(self) -> None:
         """Drop the memory; exported views keep theirs."""
         self._layers = []
+        self._parked = []
         self._staged = {}
         self.fixed = torch.empty(0, dtype=torch.uint8)
 

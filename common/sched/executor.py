@@ -49,6 +49,12 @@ class Slot(Protocol):
     def copy_from(self, source: Slot, num_tokens: int) -> None:
         """Become a copy of `source`, which holds [0, num_tokens)."""
 
+    def park(self, num_tokens: int) -> None:
+        """The sequence leaves the batch with [0, num_tokens) computed: its state may move to host memory."""
+
+    def unpark(self) -> None:
+        """The sequence comes back, state as it was. Raises RequestFailed when there is no memory for it."""
+
     def free(self) -> None:
         """Drop the memory (exported views keep theirs). Idempotent."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from common.errors import RequestFailed
 from common.request import FinishReason, PromptLogprobs, SamplingParams, TokenOutput
+from common.sched.budget import TokenBudget
 from common.sched.executor import ChunkResult, Sampled
 from common.sched.sequence import Batch, Chunk, Sequence
 from common.sched.slots import SlotAccounts
@@ -22,15 +23,17 @@ class SchedulerLimits:
 
     Attributes:
         chunk_tokens: most tokens of one chunk.
-        token_budget: most tokens of a chunk that shares its step with decode rows.
+        token_budget: most tokens of a chunk that shares its step with decode rows; 0: as many as `max_stretch` allows.
         max_batch: most decode rows of one step; further sequences wait for a row.
         max_logit_rows: most tokens of a chunk whose every position needs logits (bounds their memory).
+        max_stretch: how many times as long as its decode rows alone a step with a chunk may take.
     """
 
     chunk_tokens: int
     token_budget: int
     max_batch: int
     max_logit_rows: int
+    max_stretch: float = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, eos_token_ids: tuple[int, ...], max_context: int) -> None:
         self.limits, self.max_context = limits, max_context
         self.accounts = SlotAccounts()
+        self.budget = TokenBudget(limits.chunk_tokens, limits.token_budget, limits.max_stretch)
+        self.num_preemptions = 0
         self._eos = frozenset(eos_token_ids)
         self._prefilling: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -124,10 +129,40 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next step, or None when nothing can run."""
-        rows = tuple(self._running[: self.limits.max_batch])
+        failed: list[tuple[Sequence, RequestFailed]] = []
+        rows = self._choose_rows(failed)
         seq = self._next_prefill()
         chunk = self._chunk(seq, has_rows=bool(rows)) if seq is not None else None
-        return Batch(rows, chunk) if rows or chunk else None
+        return Batch(rows, chunk, tuple(failed)) if rows or chunk or failed else None
+
+    def _choose_rows(self, failed: list[tuple[Sequence, RequestFailed]]) -> tuple[Sequence, ...]:
+        """Who decodes: the highest priorities, and of equal ones whoever came first; others are parked meanwhile."""
+        rows = self._running
+        if len(rows) > self.limits.max_batch:
+            ordered = sorted(rows, key=lambda s: -s.priority)
+            rows = ordered[: self.limits.max_batch]
+            for seq in ordered[self.limits.max_batch :]:
+                if seq.has_run and not seq.is_parked:
+                    self._park(seq)
+        for seq in [s for s in rows if s.is_parked]:
+            try:
+                seq.slot.unpark()
+            except RequestFailed as e:
+                failed.append((seq, e))
+                self.cancel(seq.owner)
+                continue
+            seq.is_parked = False
+            self.accounts.rebook(seq)
+        chosen = tuple(s for s in rows if s.seq_id in self.accounts)
+        for seq in chosen:
+            seq.has_run = True
+        return chosen
+
+    def _park(self, seq: Sequence) -> None:
+        self.num_preemptions += 1
+        seq.slot.park(seq.num_computed_tokens)
+        seq.is_parked = True
+        self.accounts.rebook(seq)
 
     def _next_prefill(self) -> Sequence | None:
         """Who gets the next chunk.
@@ -150,7 +185,7 @@ class Scheduler:
 
     def _chunk(self, seq: Sequence, *, has_rows: bool) -> Chunk:
         limits = self.limits
-        size = min(limits.chunk_tokens, limits.token_budget) if has_rows else limits.chunk_tokens
+        size = self.budget.tokens if has_rows else limits.chunk_tokens
         if seq.prompt_logprobs is not None:
             size = min(size, limits.max_logit_rows)
         start = seq.num_computed_tokens

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from common.errors import RequestFailed
 from common.request import SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Sequence:
         start: a prefill job's first row to send; the receiver holds [0, start).
         is_held: not to be scheduled now: its state comes from elsewhere, or its consumer is behind.
         last_turn: number of the turn in which it last got a chunk; 0 before the first.
+        has_run, is_parked: it has decoded in a batch; it was put aside for others of higher priority.
         siblings: further choices of the same prompt, forked from this sequence when the prompt is computed.
     """
 
@@ -45,6 +47,8 @@ class Sequence:
     num_computed_tokens: int = 0
     is_held: bool = False
     last_turn: int = 0
+    has_run: bool = False
+    is_parked: bool = False
     siblings: list[Sequence] = field(default_factory=list)
     prompt_entries: list[TokenLogprob | None] = field(default_factory=list)
 
@@ -88,7 +92,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One engine step: the decode rows first, then at most one chunk of another sequence."""
+    """One engine step: the decode rows first, then at most one chunk of another sequence.
+
+    `failed` are sequences that could not come back into the batch, with the reason.
+    """
 
     rows: tuple[Sequence, ...]
     chunk: Chunk | None
+    failed: tuple[tuple[Sequence, RequestFailed], ...] = ()

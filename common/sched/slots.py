@@ -32,6 +32,10 @@ class SlotAccounts:
             raise IntegrityError(f"sequence {seq.seq_id} is booked twice")
         self._held[seq.seq_id] = dict(seq.slot.num_bytes)
 
+    def rebook(self, seq: Sequence) -> None:
+        """The slot holds other memory than before (it was parked or came back)."""
+        self._held[seq.seq_id] = dict(seq.slot.num_bytes)
+
     def release(self, seq: Sequence) -> None:
         """Free the slot and its booking. Raises IntegrityError when there is none."""
         if self._held.pop(seq.seq_id, None) is None:

@@ -68,13 +68,15 @@ def loaded(model: Any) -> LoadedModel:
     return LoadedModel(model, manifest, Path(), eos, config.vocab_size, limit)
 
 
-def tiny_backend(model: Any, chunk_tokens: int, dtype: str = "float32", kv_dtype: str = "", **options: Any):
+def tiny_backend(
+    model: Any, chunk_tokens: int, dtype: str = "float32", kv_dtype: str = "", parks: bool | None = None, **options: Any
+):
     """A backend over a copy of `model`."""
 
     def build() -> Runner:
         torch.set_num_threads(1)
         own = copy.deepcopy(model).to(getattr(torch, dtype))
-        return Runner(loaded(own), RunnerOptions(dtype=dtype, kv_dtype=kv_dtype, room=chunk_tokens))
+        return Runner(loaded(own), RunnerOptions(dtype=dtype, kv_dtype=kv_dtype, room=chunk_tokens, parks=parks))
 
     return LocalBackend(build, WorkerOptions(**({"chunk_tokens": chunk_tokens} | options)))
 
@@ -189,9 +191,18 @@ class Tools:
         return tuple(rnd.randrange(3, vocab_size) for _ in range(num_tokens))
 
     @staticmethod
-    def request(prompt: tuple[int, ...], *, num_choices: int = 1, prompt_logprobs: int | None = None, **params: Any):
+    def request(
+        prompt: tuple[int, ...],
+        *,
+        num_choices: int = 1,
+        prompt_logprobs: int | None = None,
+        priority: int = 0,
+        **params: Any,
+    ):
         sampling = SamplingParams(**({"max_tokens": 6, "temperature": 0.0, "ignore_eos": True} | params))
-        return Request("r", prompt, sampling, num_choices=num_choices, prompt_logprobs=prompt_logprobs)
+        return Request(
+            "r", prompt, sampling, num_choices=num_choices, prompt_logprobs=prompt_logprobs, priority=priority
+        )
 
     @staticmethod
     async def transfer(source: LocalBackend, tokens: tuple[int, ...], sink: Any, start: int = 0) -> list[Any]:

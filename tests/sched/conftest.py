@@ -20,14 +20,22 @@ class PaperSlot:
     num_tokens: int
     is_free: bool = False
     copies: list[int] = field(default_factory=list)
+    parked: list[int] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> dict[str, int]:
-        return {} if self.is_free else {"full": self.num_tokens}
+        return {} if self.is_free else {"host" if self.parked else "full": self.num_tokens}
 
     def copy_from(self, source: PaperSlot, num_tokens: int) -> None:
         assert not source.is_free
         self.copies.append(num_tokens)
+
+    def park(self, num_tokens: int) -> None:
+        assert not self.parked
+        self.parked.append(num_tokens)
+
+    def unpark(self) -> None:
+        self.parked.pop()
 
     def free(self) -> None:
         self.is_free = True
@@ -49,12 +57,21 @@ class Run:
     batches: list[Batch] = field(default_factory=list)
     ids: Any = field(default_factory=lambda: itertools.count(1))
 
-    def sequence(self, num_tokens: int, *, choices: int = 1, owner: object = None, held: bool = False, **params: Any):
+    def sequence(
+        self,
+        num_tokens: int,
+        *,
+        choices: int = 1,
+        owner: object = None,
+        held: bool = False,
+        priority: int = 0,
+        **params: Any,
+    ):
         sampling = SamplingParams(**({"max_tokens": 4} | params))
         owner = owner if owner is not None else object()
         made = [
             Sequence(next(self.ids), owner, list(range(num_tokens)), PaperSlot(num_tokens + 8), sampling, choice=c,
-                     seed=c, is_held=held)
+                     seed=c, is_held=held, priority=priority)
             for c in range(choices)
         ]  # fmt: skip
         made[0].siblings = made[1:]

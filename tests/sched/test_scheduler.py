@@ -308,3 +308,45 @@ def test_random_walk_ends_with_every_request_served_exactly(make_run):
             o: n for o, n in wanted.items() if o not in cancelled
         }
         assert len(run.scheduler.accounts) == 0
+
+
+def test_higher_priority_takes_the_place_of_a_running_row_which_resumes(make_run):
+    run = make_run(max_batch=2)
+    first, second = run.sequence(3, max_tokens=6), run.sequence(3, max_tokens=6)
+    while not second.has_run:
+        run.step()
+    urgent = run.sequence(3, max_tokens=2, priority=1)
+    while urgent.seq_id in run.scheduler.accounts:
+        run.step()
+        run.scheduler.check_integrity()
+        assert not first.is_parked
+    assert run.scheduler.num_preemptions == 1
+    assert second.slot.parked and second.num_output_tokens < 6
+    run.drain()
+    assert second.num_output_tokens == 6
+    assert not second.slot.parked
+
+
+def test_equal_priorities_do_not_preempt(make_run):
+    run = make_run(max_batch=1)
+    for _ in range(3):
+        run.sequence(3)
+    run.drain()
+    assert run.scheduler.num_preemptions == 0
+
+
+def test_sequence_that_cannot_come_back_fails_alone(make_run):
+    run = make_run(max_batch=1)
+    low = run.sequence(3, max_tokens=6)
+
+    def no_memory():
+        raise RequestFailed("no memory")
+
+    low.slot.unpark = no_memory
+    while low.num_output_tokens == 0:
+        run.step()
+    high = run.sequence(3, max_tokens=2, priority=1)
+    run.drain()
+    assert high.num_output_tokens == 2 and low.num_output_tokens < 6
+    assert low.seq_id not in run.scheduler.accounts
+    assert any(seq is low for batch in run.batches for seq, _ in batch.failed)
