@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import queue
 import sys
 import threading
@@ -220,7 +221,8 @@ def main() -> None:
     else:
         batcher = ContinuousBatcher(model, cache_tokens=args.cache_tokens, batch_tokens=args.batch_tokens)
     app = make_app(batcher, Tokenizer.from_file(f"{args.model}/tokenizer.json"))
-    web.run_app(app, host="127.0.0.1", port=args.port, handler_cancellation=True, print=None)
+    web.run_app(app, host="127.0.0.1", port=args.port, handler_cancellation=True, shutdown_timeout=1, print=None)
+    os._exit(0)  # its threads may be in the middle of a batch; nothing is worth waiting for
 
 
 if __name__ == "__main__":
