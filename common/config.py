@@ -10,15 +10,16 @@ import os
 import platform
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from common.config_load import load_file as load
 from common.config_load import parse_text
+from common.config_machine import MAKE_MODEL, check_cpus, check_device, check_folder_of, check_model
 from common.config_render import changes, plain, render, restart_problems
 from common.config_secrets import check_bind, read_key, read_lines, unreadable
-from common.config_types import Duration, FilePath, IntList, Problem, RootSection, Section, Size, key
+from common.config_types import Duration, FilePath, IntList, Problem, RootSection, Section, Size, When, key
 from common.hosts import is_loopback
 from common.units import GIB, KIB, MIB, exact_size
 
@@ -37,7 +38,11 @@ __all__ = [
 ]
 
 MAX_SOCKET_PATH = 107
-MAKE_MODEL = "`make model` or `prefillctl model import` makes a model directory"
+ONLY_IN = {
+    "prefilld": frozenset({"listen", "limits"}),
+    "decoded": frozenset({"peers", "routing", "fallback", "admission", "batch", "health", "peer_policy"}),
+}
+"""Sections by which a file that was given to the wrong daemon is known."""
 MAX_STATE_BYTES = 4 * GIB
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -147,7 +152,8 @@ class SecurityConfig(Section):
     key_file: FilePath = key(
         None,
         "File with the shared secret, the same on both sides: 32 bytes or more (`head -c 32 /dev/urandom | base64`),"
-        ' not readable by others. "" is no authentication, allowed only between loopback addresses.',
+        ' not readable by others. "" is no authentication, allowed only between loopback addresses. Read at start:'
+        " another secret in the file needs a restart, which reload says.",
     )
 
 
@@ -216,8 +222,8 @@ class ControlConfig(Section):
     socket: FilePath = key(
         None,
         'Unix socket, mode 0600; "" is control.sock in the runtime directory (/run/<daemon> for root and under systemd,'
-        " $XDG_RUNTIME_DIR/<daemon> for users, /tmp/<daemon>-<uid> for users without XDG_RUNTIME_DIR). Two daemons of"
-        " one kind on a machine need one each.",
+        " $XDG_RUNTIME_DIR/<daemon> for users, /tmp/<daemon>-<uid> for users without XDG_RUNTIME_DIR), which is made;"
+        " the directory of any other path must exist. Two daemons of one kind on a machine need one each.",
     )
 
 
@@ -228,8 +234,8 @@ class LogConfig(Section):
     format: Literal["text", "json"] = key("text", '"text" is one line of key=value; "json" one object per line.')
     trace_file: FilePath = key(
         None,
-        'Append one JSON line for each chunk, segment and piece to this file; "" is no trace. For measuring how compute'
-        " and transfer overlap: it grows without bound. Needs a restart.",
+        'Append one JSON line for each chunk, segment and piece to this file, in a directory that exists; "" is no'
+        " trace. For measuring how compute and transfer overlap: it grows without bound. Needs a restart.",
     )
 
 
@@ -255,16 +261,38 @@ class SharedConfig(RootSection):
     log: LogConfig = LogConfig()
     drain: DrainConfig = DrainConfig()
 
+    daemon: ClassVar[str] = ""
+
     def check(self) -> Iterator[Problem]:
         yield from _check_engine(self)
         yield from _check_transfer(self)
 
-    def check_environment(self) -> Iterator[Problem]:
-        yield from _check_cpus(self.engine)
-        if self.engine.backend == "local" and self.model.path is not None and not self.model.path.is_dir():
-            yield Problem(("model.path",), f"{self.model.path} is not a directory, or may not be entered; {MAKE_MODEL}")
+    def check_environment(self, when: When) -> Iterator[Problem]:
+        # Not on reload: what only a restart can change is no reason there, and the affinity is the daemon's own then.
+        if when != "reload":
+            yield from _check_machine(self, when)
         if self.security.key_file is not None:
             yield from unreadable("security.key_file", read_key, self.security.key_file)
+
+    @classmethod
+    def foreign(cls, data: dict[str, Any]) -> str:
+        for daemon, sections in ONLY_IN.items():
+            found = [name for name in data if name in sections]
+            if found and daemon != cls.daemon and not ONLY_IN.get(cls.daemon, frozenset()) & data.keys():
+                return f"this looks like the file of {daemon}, not of {cls.daemon}: it has {', '.join(found)}"
+        return ""
+
+
+def _check_machine(config: SharedConfig, when: When) -> Iterator[Problem]:
+    yield from check_cpus("engine.cpus", config.engine.cpus)
+    if config.engine.backend == "local" and config.model.path is not None:
+        yield from check_model("model.path", config.model.path)
+    if config.engine.backend == "local" and when == "check":
+        yield from check_device("engine.device", config.engine.device)
+    if config.control.socket is not None:
+        yield from check_folder_of("control.socket", config.control.socket, may_exist=False)
+    if config.log.trace_file is not None:
+        yield from check_folder_of("log.trace_file", config.log.trace_file, may_exist=True)
 
 
 def _check_engine(config: SharedConfig) -> Iterator[Problem]:
@@ -304,16 +332,3 @@ def _check_transfer(config: SharedConfig) -> Iterator[Problem]:
             ("stream.lease", "links.heartbeat"),
             f"{stream.lease:g} s is less than two heartbeats of {links.heartbeat:g} s: one lost ping ends requests",
         )
-
-
-def _check_cpus(engine: EngineConfig) -> Iterator[Problem]:
-    allowed = os.sched_getaffinity(0)
-    missing = [n for n in engine.cpus if n not in allowed]
-    if missing:
-        yield Problem(
-            ("engine.cpus",),
-            f"core {', '.join(map(str, missing))} does not exist or is not allowed here; allowed:"
-            f" {', '.join(map(str, sorted(allowed)))}",
-        )
-    if len(set(engine.cpus)) != len(engine.cpus):
-        yield Problem(("engine.cpus",), "names a core twice")

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from common.config_render import toml_value, unit_of
-from common.config_types import Problem, RootSection, Unit
+from common.config_types import Problem, RootSection, Unit, When
 from common.errors import ConfigError
 
 R = TypeVar("R", bound=RootSection)
@@ -36,11 +36,11 @@ _PLAIN_WORDS = {
 _KEY = re.compile(r"\s*((?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*'))*)\s*=")
 
 
-def load_file(path: Path, root: type[R], *, environment: bool = True) -> R:
+def load_file(path: Path, root: type[R], *, environment: When = "start") -> R:
     """Read and validate a configuration file. Relative paths in it are relative to its directory.
 
     Args:
-        environment: also check what the machine has (files, permissions, cores).
+        environment: how far to check what the machine has (files, permissions, cores).
 
     Raises:
         ConfigError: the file cannot be read, is not TOML, or has problems; all of them are listed.
@@ -54,7 +54,7 @@ def load_file(path: Path, root: type[R], *, environment: bool = True) -> R:
     return parse_text(text, root, base=path.parent, environment=environment)
 
 
-def parse_text(text: str, root: type[R], *, base: Path | None = None, environment: bool = True) -> R:
+def parse_text(text: str, root: type[R], *, base: Path | None = None, environment: When = "start") -> R:
     """Validate TOML text; as load_file.
 
     Raises:
@@ -63,14 +63,16 @@ def parse_text(text: str, root: type[R], *, base: Path | None = None, environmen
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"not valid TOML: {error}") from error
+        raise ConfigError([*_given_twice(text)] or f"not valid TOML: {error}") from error
+    if foreign := root.foreign(data):
+        raise ConfigError(foreign)
     found: list[tuple[Loc, str]] = []
     config = _validate(data, root, base, found)
     wrong = {dotted(loc) for loc, _ in found}
     if config is None:
         config = _validate(_without(data, [loc for loc, _ in found]), root, base, [])
     if config is not None:
-        checks = [*config.check(), *(config.check_environment() if environment else ())]
+        checks = [*config.check(), *(() if environment == "never" else config.check_environment(environment))]
         found += [(_undotted(p.paths[0]), p.message) for p in checks if not _is_moot(p, wrong)]
     if found or config is None:
         lines = locate(text)
@@ -188,6 +190,22 @@ def _line_of(loc: Loc, lines: dict[Loc, int]) -> int | None:
 def locate(text: str) -> dict[Loc, int]:
     """Line numbers (from 1) of tables and keys in valid TOML. Keys inside inline tables are not looked for."""
     lines: dict[Loc, int] = {}
+    for loc, number in _places(text):
+        lines.setdefault(loc, number)
+    return lines
+
+
+def _given_twice(text: str) -> Iterator[str]:
+    """Why TOML refuses a text: its parser tells a line and a column, but no key."""
+    lines: dict[Loc, int] = {}
+    for loc, number in _places(text):
+        if loc in lines:
+            yield f"{dotted(loc)}: is given twice, first in line {lines[loc]} (line {number})"
+        lines.setdefault(loc, number)
+
+
+def _places(text: str) -> Iterator[tuple[Loc, int]]:
+    """Every table and key with its line."""
     table: Loc = ()
     counts: dict[Loc, int] = {}
     for number, line in _logical_lines(text):
@@ -196,10 +214,9 @@ def locate(text: str) -> dict[Loc, int]:
             if header[1]:
                 counts[table] = counts.get(table, -1) + 1
                 table = (*table, counts[table])
-            lines.setdefault(table, number)
+            yield table, number
         elif match := _KEY.match(line):
-            lines.setdefault(table + _split_key(match[1]), number)
-    return lines
+            yield table + _split_key(match[1]), number
 
 
 def _resolve(parts: Loc, counts: dict[Loc, int]) -> Loc:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import textwrap
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -133,6 +132,6 @@ def changes(old: BaseModel, new: BaseModel, prefix: str = "") -> list[str]:
 
 
 def restart_problems(old: BaseModel, new: BaseModel, reloadable: Collection[str]) -> list[str]:
-    """Problems for a ConfigError: the changes outside the top-level sections that a reload may change."""
-    lines = ((re.split(r"[.:]", line, maxsplit=1)[0], line) for line in changes(old, new))
-    return [f"{line} needs a restart" for section, line in lines if section not in reloadable]
+    """Problems for a ConfigError: the changes outside `reloadable`, which names top-level sections and single keys."""
+    lines = ((line.split(":", 1)[0], line) for line in changes(old, new))
+    return [f"{line} needs a restart" for path, line in lines if not {path, path.split(".")[0]} & set(reloadable)]

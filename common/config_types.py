@@ -11,11 +11,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
 from common.units import parse_duration, parse_rate, parse_size
+
+When = Literal["never", "reload", "start", "check"]
+"""What is looked at beyond the text: nothing; what a running daemon reads again; what start-up needs; all of that and
+what takes seconds to find out."""
 
 
 class Section(BaseModel):
@@ -49,9 +53,14 @@ class RootSection(Section):
         """Contradictions between keys. Pure: the same model always has the same problems."""
         yield from ()
 
-    def check_environment(self) -> Iterator[Problem]:
-        """What this machine lacks: files, permissions, cores. Never touches the network."""
+    def check_environment(self, when: When) -> Iterator[Problem]:
+        """What this machine lacks: files, permissions, cores, for `--check` a device. Never touches the network."""
         yield from ()
+
+    @classmethod
+    def foreign(cls, data: dict[str, Any]) -> str:
+        """Whose configuration this is, as a sentence, when it clearly is not for this root; else ""."""
+        return ""
 
 
 def key(default: Any, why: str, **limits: Any) -> Any:

@@ -120,7 +120,7 @@ class ControlServer:
 def _failure(error: PdError) -> dict[str, Any]:
     failure: dict[str, Any] = {"code": error.code, "message": str(error)}
     if isinstance(error, ConfigError):
-        failure["problems"] = error.problems
+        failure["problems"], failure["advice"] = error.problems, error.advice
     return {"ok": False, "error": failure}
 
 

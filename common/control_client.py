@@ -112,20 +112,20 @@ def _from_config(daemon: str, config: Path) -> SocketPath:
 
 
 class Refused(ControlError):
-    """The daemon's configuration file is wrong or would need a restart. `problems` lists every one."""
+    """The daemon's configuration file is wrong, or needs a restart: every problem, and what helps ("" is nothing)."""
 
-    def __init__(self, problems: list[str]) -> None:
+    def __init__(self, problems: list[str], advice: str) -> None:
         super().__init__("; ".join(problems))
-        self.problems = problems
+        self.problems, self.advice = problems, advice
 
 
 def _refusal(failure: object) -> ControlError:
     if not isinstance(failure, dict):
         return ControlError("the daemon's reply is malformed")
     problems = failure.get("problems")
-    return (
-        Refused([str(p) for p in problems]) if isinstance(problems, list) else ControlError(str(failure.get("message")))
-    )
+    if isinstance(problems, list):
+        return Refused([str(p) for p in problems], str(failure.get("advice", "")))
+    return ControlError(str(failure.get("message")))
 
 
 class ControlClient:

@@ -45,7 +45,8 @@ def status(daemon: str) -> Verb:
 def peers(daemon: str) -> Verb:
     """Who is connected."""
     text = (
-        f"The peers of {daemon}: state, address, links, round trip, bytes, rate, and why a peer is not usable.\n"
+        f"The peers of {daemon}: state, address, links, round trip, bytes, and why a peer is not usable; also the\n"
+        "rate at which the network delivers, where more than 1 MiB was sent beyond this machine.\n"
         "With --json also codec, identity, numerics, load, retransmits and more."
     )
     return Verb("peers", "peers with state, links and traffic", text, _show("peers", peers_text))
@@ -100,7 +101,7 @@ def reload(daemon: str) -> Verb:
         try:
             data = context.call("reload")
         except Refused as error:
-            raise ControlError(refusal_text(error.problems, daemon)) from error
+            raise ControlError(refusal_text(error.problems, error.advice)) from error
         return context.show(data, reload_text(data))
 
     text = (

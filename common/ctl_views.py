@@ -43,6 +43,8 @@ def peers_text(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return "(none)"
     names = {key: name for key, name in PEER_COLUMNS.items() if any(key in row for row in rows)}
+    if not any(row.get("delivery_bps") for row in rows):
+        names.pop("delivery_bps", None)  # known to the side that sends, once enough was sent
     lines = table([{name: row.get(key) for key, name in names.items()} for row in rows]).splitlines()
     reasons = [" ".join(str(row.get("reason") or "").split()) for row in rows]
     if not any(reasons):
@@ -67,9 +69,7 @@ def reload_text(data: dict[str, Any]) -> str:
     return "\n".join([f"{head}:", *(f"  {line}" for line in changed)]) if changed else f"{head}: nothing changed"
 
 
-def refusal_text(problems: list[str], daemon: str) -> str:
-    """Why a reload was refused, one line per problem, and what to do when only a restart helps."""
+def refusal_text(problems: list[str], advice: str) -> str:
+    """Why a reload was refused, one line per problem, and what the daemon says helps."""
     lines = ["reload refused, the old configuration stays:", *(f"  {problem}" for problem in problems)]
-    if any("restart" in problem for problem in problems):
-        lines.append(f"to apply what needs a restart: systemctl restart {daemon}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *([advice] if advice else [])])

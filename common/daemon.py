@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from common.config import EngineConfig, SharedConfig, load, render
+from common.config_types import When
 from common.errors import EXIT_CONFIG, EXIT_OK, EXIT_STARTUP, EXIT_USAGE, ConfigError, PdError, StartupError
+from common.release import version
 from common.units import parse_duration, parse_rate
 
 C = TypeVar("C", bound=SharedConfig)
@@ -105,11 +107,16 @@ def make_parser(program: Program[Any]) -> argparse.ArgumentParser:
         "signals:\n"
         "  SIGTERM, SIGINT  drain (up to drain.timeout), stop, exit; a second one does not wait\n"
         "  SIGHUP           read the configuration again; a wrong one is logged and the old one stays\n\n"
-        "exit codes: 0 ok, 1 runtime or forced, 2 usage, 3 start-up (port taken, no model), 78 configuration",
+        "exit codes: 0 ok, 1 runtime or forced, 2 usage, 3 start-up (port taken, altered model), 78 configuration",
     )
     add = parser.add_argument
     add("--config", type=Path, metavar="FILE", help=f"configuration (default: {program.default_config}, if it exists)")
-    add("--check", action="store_true", help="validate configuration, files and cores, list every problem, and exit")
+    add(
+        "--check",
+        action="store_true",
+        help="validate configuration, files, cores and device, list every problem, and exit. Of the model: that every"
+        " file is there with its size; whether it is what was imported shows at start, where hashes are compared",
+    )
     add("--print-config", action="store_true", help="print the effective configuration as commented TOML, and exit")
     add(
         "--fake-peer",
@@ -121,14 +128,11 @@ def make_parser(program: Program[Any]) -> argparse.ArgumentParser:
     return parser
 
 
-def version() -> str:
-    """The version of the installed distribution; "0+unknown" in a bare checkout."""
-    from importlib import metadata
+def version_facts(daemon: str, model: str | None) -> dict[str, Any]:
+    """What /version and the verb `version` answer; no model while it is being loaded."""
+    from common.wire.frames import VERSION
 
-    try:
-        return metadata.version("prfaas")
-    except metadata.PackageNotFoundError:
-        return "0+unknown"
+    return {"daemon": daemon, "version": version(), "model": model, "protocol": VERSION}
 
 
 def run_daemon(program: Program[C], argv: Sequence[str] | None = None) -> int:
@@ -144,7 +148,8 @@ def run_daemon(program: Program[C], argv: Sequence[str] | None = None) -> int:
         print(f"{program.name}: --check needs --config FILE, or {program.default_config}", file=sys.stderr)  # noqa: T201
         return EXIT_USAGE
     try:
-        config = load_or_default(path, program.root, environment=not args.print_config)
+        when: When = "never" if args.print_config else "check" if args.check else "start"
+        config = load_or_default(path, program.root, when)
         if args.print_config:
             sys.stdout.write(f"# {program.name}: effective configuration of {path or 'no file (defaults)'}\n\n")
             sys.stdout.write(render(config))
@@ -164,12 +169,12 @@ def run_daemon(program: Program[C], argv: Sequence[str] | None = None) -> int:
     return run_service(program, config, path, args.fake_peer)
 
 
-def load_or_default(path: Path | None, root: type[C], *, environment: bool = True) -> C:
+def load_or_default(path: Path | None, root: type[C], environment: When) -> C:
     """The configuration of a file, or all defaults without one. Raises ConfigError."""
     if path is not None:
         return load(path, root, environment=environment)
     config = root()
-    problems = [f"{p.paths[0]}: {p.message}" for p in config.check()] if environment else []
+    problems = [] if environment == "never" else [f"{p.paths[0]}: {p.message}" for p in config.check()]
     if problems:
         raise ConfigError(problems)
     return config

@@ -18,6 +18,7 @@ Messages are full sentences with field, value and limit.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 EXIT_OK, EXIT_RUNTIME, EXIT_USAGE, EXIT_STARTUP, EXIT_CONFIG = 0, 1, 2, 3, 78
@@ -32,9 +33,10 @@ class PdError(Exception):
 
 
 class ConfigError(PdError):
-    """The configuration is wrong. `problems` lists every one as "path: what is wrong"."""
+    """The configuration is wrong. `problems` lists every one as "path: what is wrong"; `advice` says what helps."""
 
     code = "config"
+    advice = ""
 
     def __init__(self, problems: list[str] | str) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -191,10 +193,14 @@ class PromptTooLong(PeerError):
 
 
 class LayoutMismatch(PeerError):
-    """Identity fields differ: other weights, config, tokenizer or state layout."""
+    """Identity fields differ: other weights, config, tokenizer or state layout.
+
+    `differences` is field -> (ours, theirs) in full where this end compared; the message has them short.
+    """
 
     wire_code = "layout_mismatch"
     is_retryable = False
+    differences: Mapping[str, tuple[object, object]] = {}
 
 
 class StaleHandle(PeerError):

@@ -17,7 +17,7 @@ from common import logs
 from common.config import SharedConfig, plain, render
 from common.control import ControlServer
 from common.control_client import default_socket
-from common.daemon import FakePeer, Handler, Program, Service, load_or_default, report_problems
+from common.daemon import FakePeer, Handler, Program, Service, load_or_default, report_problems, version_facts
 from common.errors import (
     EXIT_CONFIG,
     EXIT_OK,
@@ -28,7 +28,7 @@ from common.errors import (
     PdError,
     StartupError,
 )
-from common.sdnotify import Notifier
+from common.sdnotify import Notifier, restart_command
 
 C = TypeVar("C", bound=SharedConfig)
 Phase = Literal["starting", "serving", "draining", "stopping"]
@@ -223,9 +223,11 @@ class _Life(Generic[C]):
             try:
                 if self._path is None:
                     raise ConfigError("started without a configuration file: there is nothing to reload")
-                config = load_or_default(self._path, self._program.root)
+                config = load_or_default(self._path, self._program.root, "reload")
                 changes = await service.reload(config)
             except PdError as error:
+                if isinstance(error, ConfigError) and any("needs a restart" in problem for problem in error.problems):
+                    error.advice = f"to apply what needs a restart: {restart_command(self._program.name)}"
                 log.error("reload refused, the old configuration stays: %s", error)
                 self._notify.ready("ready; the last reload was refused")
                 raise
@@ -246,7 +248,9 @@ class _Life(Generic[C]):
         if verb == "config":
             return {"file": str(self._path or ""), "toml": render(self._config), "values": plain(self._config)}
         handler = self._handlers.get(verb)
-        if handler is None and verb in ("status", "version"):
+        if handler is None and verb == "version":
+            return version_facts(self._program.name, None)
+        if handler is None and verb == "status":
             state = "ready" if self._phase == "serving" else self._phase
             return {"daemon": self._program.name, "node": self._config.node.name, "state": state}
         if handler is None:

@@ -67,6 +67,12 @@ class Notifier:
                 self._socket.sendto(text.encode(), self._address)
 
 
+def restart_command(unit: str, environ: Mapping[str, str] = os.environ) -> str:
+    """What restarts this process: a command when systemd runs it, else words."""
+    is_unit = any(environ.get(name) for name in ("NOTIFY_SOCKET", "INVOCATION_ID"))
+    return f"systemctl restart {unit}" if is_unit else "restart the daemon"
+
+
 def _watchdog_interval(environ: Mapping[str, str]) -> float | None:
     """Seconds within which systemd wants a sign of life, or None when it wants none from this process."""
     text = environ.get("WATCHDOG_USEC", "")

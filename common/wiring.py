@@ -84,6 +84,14 @@ def local_end(config: SharedConfig, role: Role, info: ModelInfo, *, require_same
     )
 
 
+def key_problems(old: SharedConfig, new: SharedConfig, end: LocalEnd) -> list[str]:
+    """A shared key that changed in its file since `end` was made: sessions keep theirs. Raises as local_end."""
+    file = new.security.key_file
+    if file is None or file != old.security.key_file or read_key(file) == end.key:
+        return []
+    return ["security.key_file: there is another secret in the file, which needs a restart"]
+
+
 def link_options(config: SharedConfig) -> LinkOptions:
     """How sessions behave."""
     links, stream = config.links, config.stream

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator
 
 from common.config import MAX_STATE_BYTES, NAME, SharedConfig, check_bind, read_lines, unreadable
-from common.config_types import Array, Duration, FilePath, Problem, Section, Size, Threshold, key, required
+from common.config_types import Array, Duration, FilePath, Problem, Section, Size, Threshold, When, key, required
 from common.hosts import is_loopback
 from common.units import GIB, KIB, MIB
 
@@ -45,7 +45,8 @@ class HttpConfig(Section):
     api_key_file: FilePath = key(
         None,
         'File with one API key per line, not readable by others; "" asks for no key, allowed only on loopback. With'
-        " keys every route but /livez and /readyz wants one.",
+        " keys every route but /livez and /readyz wants one. The file is read again by reload: a key that is new in it"
+        " works from then on, one that is gone gets 401; requests in flight end as they would have.",
     )
     allow_route_override: bool = key(
         False, "Obey the header X-Prfaas-Route: local | remote. For tests: it lets clients pass by routing."
@@ -151,6 +152,7 @@ class PeerPolicyConfig(Section):
 class DecodeConfig(SharedConfig):
     """The root of decoded's configuration."""
 
+    daemon: ClassVar[str] = "decoded"
     http: HttpConfig = HttpConfig()
     peers: Annotated[tuple[PeerConfig, ...], Array] = key(
         (), "The prefillds, one [[peers]] table each with `name` and `address`. None: everything is computed here."
@@ -182,7 +184,7 @@ class DecodeConfig(SharedConfig):
         if self.routing.mode == "remote-only" and not self.peers:
             yield Problem(("routing.mode", "peers"), '"remote-only" needs at least one entry in [[peers]]')
 
-    def check_environment(self) -> Iterator[Problem]:
-        yield from super().check_environment()
+    def check_environment(self, when: When) -> Iterator[Problem]:
+        yield from super().check_environment(when)
         if self.http.api_key_file is not None:
             yield from unreadable("http.api_key_file", read_lines, self.http.api_key_file)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.backend import Backend, BackendStats
-from common.daemon import version
+from common.daemon import version_facts
 from common.errors import InvalidRequest, Overloaded
 from common.layout import ModelInfo
 from common.net.pool import PeerClient
@@ -23,7 +23,6 @@ from common.policy.fallback import FallbackBudget
 from common.policy.routing import Mode, RouteDecision, decide
 from common.policy.views import Demand, PeerView, RequestView
 from common.request import Request, RequestReport
-from common.wire.frames import VERSION
 from decoded.active import ActiveRequest
 from decoded.metrics import DecodeMetrics
 
@@ -191,7 +190,7 @@ class Dispatcher:
 
     def version(self) -> dict[str, Any]:
         """What /version and `decodectl version` answer."""
-        return {"daemon": "decoded", "version": version(), "model": self.info.name, "protocol": VERSION}
+        return version_facts("decoded", self.info.name)
 
     def update_gauges(self) -> None:
         """Bring the gauges with labels up to date; called twice a second and cheap."""

@@ -20,7 +20,7 @@ class PeerSet:
     """Keeps a client per configured peer, in the order of the configuration."""
 
     def __init__(self, end: LocalEnd, config: DecodeConfig, metrics: DecodeMetrics, trace: TraceWriter | None) -> None:
-        self._end, self._options = end, link_options(config)
+        self.end, self._options = end, link_options(config)
         self._metrics, self._trace = metrics, trace
         self._clients: dict[PeerConfig, PeerClient] = {}
         self._changed = asyncio.Event()
@@ -59,7 +59,7 @@ class PeerSet:
         await self.update(())
 
     async def _join(self, peer: PeerConfig) -> PeerClient:
-        client = PeerClient(peer.name, peer.host, peer.port, local=self._end, options=self._options, trace=self._trace)
+        client = PeerClient(peer.name, peer.host, peer.port, local=self.end, options=self._options, trace=self._trace)
         client.on_state = self._on_state
         self._metrics.peer_ready.labels(peer.name).set(0)
         await client.start()

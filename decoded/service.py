@@ -13,16 +13,18 @@ from aiohttp import web
 
 from common.config import changes, read_lines, restart_problems
 from common.control import bind_http, http_routes
-from common.daemon import FakePeer, Handler, version
+from common.daemon import FakePeer, Handler
 from common.errors import ConfigError, EngineDead, PdError
 from common.looplag import LoopLag
 from common.metrics import Metrics
 from common.net.options import LocalEnd
 from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.fallback import FallbackBudget
-from common.wiring import check_port, local_end, make_backend, make_trace
+from common.release import version
+from common.wiring import check_port, key_problems, local_end, make_backend, make_trace
 from decoded import verbs
-from decoded.api.app import make_app, make_runner
+from decoded.api.app import KEY_RING, make_app, make_runner
+from decoded.api.auth import KeyRing
 from decoded.api.contract import ApiSettings
 from decoded.config import DecodeConfig
 from decoded.dispatch import Dispatcher, DispatchSettings
@@ -32,7 +34,7 @@ from decoded.peers import PeerSet
 from decoded.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-_RELOADABLE = ("peers", "routing", "fallback", "admission", "health", "log", "drain")
+_RELOADABLE = ("peers", "routing", "fallback", "admission", "health", "log.level", "log.format", "drain")
 _WARM_UP_S = 5.0
 
 
@@ -59,6 +61,7 @@ class DecodeService:
         self.dispatcher: Dispatcher
         self._fake: FakePrefilld | None = None
         self._runner: web.AppRunner | None = None
+        self._keys: KeyRing | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -112,9 +115,11 @@ class DecodeService:
 
     async def reload(self, config: DecodeConfig) -> list[str]:
         """Take over what may change while running. Raises ConfigError naming what may not."""
-        if problems := restart_problems(self.config, config, _RELOADABLE):
+        problems = restart_problems(self.config, config, _RELOADABLE)
+        problems += key_problems(self.config, config, self.peers.end)
+        if problems:
             raise ConfigError(problems)
-        changed = changes(self.config, config)
+        changed = changes(self.config, config) + self._reload_api_keys(config)
         was_set = self.dispatcher.settings.threshold_tokens
         if was_set != float(self.config.routing.threshold_tokens):
             changed.append(f"routing.threshold_tokens: {was_set:g} of `decodectl threshold` no longer holds")
@@ -126,6 +131,15 @@ class DecodeService:
         if self._fake is None:
             await self.peers.update(config.peers)
         return changed
+
+    def _reload_api_keys(self, config: DecodeConfig) -> list[str]:
+        """Take over what the file holds now; says how many are new and gone, never which."""
+        if self._keys is None or config.http.api_key_file is None:
+            return []
+        num_added, num_removed = self._keys.replace(read_lines(config.http.api_key_file))
+        if not num_added and not num_removed:
+            return []
+        return [f"http.api_key_file: {num_added} key{'s' * (num_added != 1)} added, {num_removed} removed"]
 
     def is_healthy(self) -> bool:
         """False when the engine is dead, or work waits and makes no progress."""
@@ -184,6 +198,7 @@ class DecodeService:
             api_keys=read_lines(http.api_key_file) if http.api_key_file is not None else (),
         )
         app = make_app(self.dispatcher, self.tokenizer, settings, self.metrics.registry)
+        self._keys = app[KEY_RING]
         app.router.add_routes(http_routes(verbs.handlers(self)))
         self._runner = make_runner(app)
         await bind_http(self._runner, http.host, http.port, "http.port")

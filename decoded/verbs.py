@@ -9,8 +9,9 @@ import time
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
-from common.daemon import Handler, version
+from common.daemon import Handler
 from common.errors import ControlError
+from common.release import version
 from common.request import RequestReport
 from decoded.active import ActiveRequest
 

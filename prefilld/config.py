@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from common.config import MAX_STATE_BYTES, SharedConfig, check_bind
 from common.config_types import Problem, Section, Size, key
@@ -46,6 +47,7 @@ class LimitsConfig(Section):
 class PrefillConfig(SharedConfig):
     """The root of prefilld's configuration."""
 
+    daemon: ClassVar[str] = "prefilld"
     listen: ListenConfig = ListenConfig()
     http: HttpConfig = HttpConfig()
     limits: LimitsConfig = LimitsConfig()

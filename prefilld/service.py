@@ -13,14 +13,15 @@ from aiohttp import web
 
 from common.config import changes, restart_problems
 from common.control import bind_http
-from common.daemon import FakePeer, Handler, version
+from common.daemon import FakePeer, Handler, version_facts
 from common.errors import ConfigError, EngineDead, PdError
 from common.looplag import LoopLag
 from common.metrics import Metrics
 from common.net.server import PrefillServer
 from common.policy.admission import AdmissionController, AdmissionLimits
+from common.release import version
 from common.wire.connection import Closed
-from common.wiring import check_port, link_options, local_end, make_backend, make_trace
+from common.wiring import check_port, key_problems, link_options, local_end, make_backend, make_trace
 from prefilld.config import PrefillConfig
 from prefilld.fakepeer import FakeDecoded
 from prefilld.http import make_app, make_runner
@@ -29,7 +30,7 @@ from prefilld.stream import StreamHandler
 
 log = logging.getLogger(__name__)
 _STALL_S = 60.0
-_RELOADABLE = ("limits", "log", "drain")
+_RELOADABLE = ("limits", "log.level", "log.format", "drain")
 
 
 class PrefillService:
@@ -109,7 +110,10 @@ class PrefillService:
 
     async def reload(self, config: PrefillConfig) -> list[str]:
         """Take over what may change while running. Raises ConfigError naming what may not."""
-        if problems := restart_problems(self.config, config, _RELOADABLE):
+        problems = restart_problems(self.config, config, _RELOADABLE)
+        if self._server is not None:
+            problems += key_problems(self.config, config, self._server.local)
+        if problems:
             raise ConfigError(problems)
         changed = changes(self.config, config)
         self.config = config
@@ -159,7 +163,7 @@ class PrefillService:
             return self._server.sessions if self._server is not None else []
         if verb == "requests":
             return [r.facts(time.monotonic()) for r in self._handler.active.values()]
-        return {"daemon": "prefilld", "version": version(), "model": self._backend.info.name}
+        return version_facts("prefilld", self._backend.info.name)
 
     def _state(self) -> str:
         if not self._handler.is_draining:

@@ -7,6 +7,8 @@ start-up (load_model) and by the importer (verify_model_dir).
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,15 +43,23 @@ def verify_model_dir(path: Path) -> Manifest:
     """
     manifest = read_manifest(path)
     listed = {entry.name: entry for entry in manifest.files}
-    for name, entry in listed.items():
-        _check_size(path / name, entry)
-    for found in sorted(path.iterdir()):
-        if found.name not in listed and found.name != MANIFEST and not _is_harmless(found):
-            raise StartupError(f"{found} is not listed in {MANIFEST}: it does not belong to this model.")
+    for problem in directory_problems(path, manifest):
+        raise StartupError(problem)
     for actual in hash_files(path, listed):
         if actual != listed[actual.name]:
             raise StartupError(f"{path / actual.name} was altered: its SHA-256 is not the one in {MANIFEST}.")
     return manifest
+
+
+def directory_problems(path: Path, manifest: Manifest) -> Iterator[str]:
+    """What can be seen without reading a file: missing, of another size, unreadable, or there without being listed."""
+    for entry in manifest.files:
+        if problem := _file_problem(path / entry.name, entry):
+            yield problem
+    listed = {MANIFEST, *(entry.name for entry in manifest.files)}
+    for found in sorted(path.iterdir()):
+        if found.name not in listed and not _is_harmless(found):
+            yield f"{found} is not listed in {MANIFEST}: it does not belong to this model."
 
 
 def load_model(
@@ -62,7 +72,7 @@ def load_model(
     import torch
 
     manifest = verify_model_dir(path)
-    target = _device(device)
+    target = find_device(device)
     if dtype not in DTYPES:
         raise StartupError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
     model = _load_weights(path, getattr(torch, dtype), attn_implementation).to(target).eval().requires_grad_(False)
@@ -103,7 +113,8 @@ def _load_weights(path: Path, dtype: torch.dtype, attn_implementation: str) -> A
     return model
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """The device of that name. Raises StartupError when this machine, or this build of torch, does not have it."""
     import torch
 
     try:
@@ -125,15 +136,16 @@ def _eos_token_ids(path: Path, config: Any) -> tuple[int, ...]:
     return tuple(sorted({int(n) for n in ids}))
 
 
-def _check_size(path: Path, entry: FileEntry) -> None:
+def _file_problem(path: Path, entry: FileEntry) -> str:
     try:
         num_bytes = path.stat().st_size
     except FileNotFoundError:
-        raise StartupError(f"{path} is missing, though {MANIFEST} lists it.") from None
+        return f"{path} is missing, though {MANIFEST} lists it."
     except OSError as error:
-        raise StartupError(f"{path} cannot be read: {error}.") from error
+        return f"{path} cannot be read: {error}."
     if num_bytes != entry.num_bytes:
-        raise StartupError(f"{path} has {num_bytes} bytes instead of the {entry.num_bytes} that {MANIFEST} lists.")
+        return f"{path} has {num_bytes} bytes instead of the {entry.num_bytes} that {MANIFEST} lists."
+    return "" if os.access(path, os.R_OK) else f"{path} may not be read by this user."
 
 
 def _is_harmless(path: Path) -> bool:

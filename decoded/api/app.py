@@ -25,6 +25,7 @@ from decoded.tokenizer import Tokenizer
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+KEY_RING = web.AppKey("key_ring", KeyRing)
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
 _CLIENT_LEFT = 499
 
@@ -39,10 +40,12 @@ def make_app(
         ["path", "status"],
         registry=registry,
     )
+    keys = KeyRing(settings.api_keys)
     app = web.Application(
         client_max_size=settings.max_body_bytes,
-        middlewares=[_count(counter), _answer_errors(settings), _identify(KeyRing(settings.api_keys))],
+        middlewares=[_count(counter), _answer_errors(settings), _identify(keys)],
     )
+    app[KEY_RING] = keys
     preparer = Preparer(tokenizer, settings)
     app.on_cleanup.append(lambda _: preparer.close())
     generator = Generator(dispatcher, tokenizer, settings, preparer)
@@ -84,7 +87,7 @@ class _Pages:
 
     async def readyz(self, _: web.Request) -> web.Response:
         is_ready, reason = self._dispatcher.readiness()
-        body = {"ready": is_ready, "reason": reason}
+        body = {"is_ready": is_ready, "why": reason}
         return _json(body) if is_ready else _json(body, status=503, headers={"Retry-After": "1"})
 
     async def metrics(self, _: web.Request) -> web.Response:

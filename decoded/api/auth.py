@@ -25,7 +25,13 @@ class KeyRing:
     """The accepted API keys. Without any, everybody is let in as the tenant ""."""
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._digests: frozenset[bytes] = frozenset()
+        self.replace(keys)
+
+    def replace(self, keys: Iterable[str]) -> tuple[int, int]:
+        """Accept these from now on; answers how many are new and how many are gone."""
+        before, self._digests = self._digests, frozenset(_digest(key.encode()) for key in keys)
+        return len(self._digests - before), len(before - self._digests)
 
     def tenant(self, authorization: str | None) -> str:
         """The tenant of an Authorization header.

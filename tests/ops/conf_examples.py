@@ -15,7 +15,8 @@ EXAMPLES = {"prefilld": PrefillConfig, "decoded": DecodeConfig}
 def expected(name: str) -> str:
     path = ROOT / "conf" / f"{name}.toml"
     head = path.read_text().split("\n\n", 1)[0]
-    return f"{head}\n\n{render(load(path, EXAMPLES[name], environment=False))}"
+    config = load(path, EXAMPLES[name], environment="never")
+    return f"{head}\n\n{render(config)}"
 
 
 if __name__ == "__main__":

@@ -122,6 +122,19 @@ class FakeDaemon:
 
 
 @pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """What an imported model looks like from outside; nothing that could be loaded."""
+    from common.engine.manifest import MANIFEST, build_manifest
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    (folder / MANIFEST).write_text(build_manifest(folder, "tiny", {}).to_json())
+    return folder
+
+
+@pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
     fake = FakeDaemon(tmp_path)
     yield fake

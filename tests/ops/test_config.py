@@ -9,6 +9,7 @@ import pytest
 
 from common import config as cfg
 from common.config_load import locate
+from common.config_types import When
 from common.errors import ConfigError
 from decoded.config import DecodeConfig, split_address
 from prefilld.config import PrefillConfig
@@ -98,7 +99,8 @@ def test_one_problem_with_its_path_value_limit_and_line(text: str, says: str) ->
         ("", 'model.path: is required when engine.backend is "local"'),
         ("engine = 3", "engine: must be a table of keys (got 3) (line 1)"),
         ("a = [", "not valid TOML"),
-        ("[engine]\n[engine]", "not valid TOML"),
+        ("[engine]\n[engine]", "engine: is given twice, first in line 1 (line 2)"),
+        ("[log]\nlevel = 'info'\n# x\nlevel = 'info'", "log.level: is given twice, first in line 2 (line 4)"),
     ],
 )
 def test_engine_and_file(text: str, says: str) -> None:
@@ -199,12 +201,81 @@ def test_api_keys_one_per_line(tmp_path: Path) -> None:
         cfg.read_lines(path)
 
 
-def test_relative_paths_start_at_the_files_directory(tmp_path: Path) -> None:
-    (tmp_path / "models").mkdir()
-    (tmp_path / "c.toml").write_text("[model]\npath = 'models'\n[control]\nsocket = 'run/c.sock'\n")
+def test_relative_paths_start_at_the_files_directory(tmp_path: Path, model_dir: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "c.toml").write_text("[model]\npath = 'model'\n[control]\nsocket = 'run/c.sock'\n")
     config = cfg.load(tmp_path / "c.toml", DecodeConfig)
-    assert config.model.path == tmp_path / "models"
+    assert config.model.path == model_dir
     assert config.control.socket == tmp_path / "run" / "c.sock"
+
+
+# What start-up would find
+
+
+def machine_problems(model: Path, text: str = "", when: When = "start") -> list[str]:
+    try:
+        cfg.parse_text(f"[model]\npath = '{model}'\n{text}", PrefillConfig, environment=when)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def test_a_model_directory_is_checked_file_by_file(model_dir: Path) -> None:
+    assert machine_problems(model_dir) == []
+    (model_dir / "config.json").write_text("{ }")
+    (model_dir / "tokenizer.json").unlink()
+    (model_dir / "model.safetensors").write_bytes(b"")
+    found = machine_problems(model_dir)
+    assert found == [
+        f"model.path: {model_dir}/config.json has 3 bytes instead of the 2 that manifest.json lists. (line 2)",
+        f"model.path: {model_dir}/tokenizer.json is missing, though manifest.json lists it. (line 2)",
+        f"model.path: {model_dir}/model.safetensors is not listed in manifest.json: it does not belong to this model."
+        " (line 2)",
+    ]
+    (model_dir / "manifest.json").write_text("{}")
+    assert "manifest.json is not a valid manifest" in machine_problems(model_dir)[0]
+    (model_dir / "manifest.json").unlink()
+    assert "manifest.json is missing" in machine_problems(model_dir)[0]
+
+
+def test_content_that_changed_shows_at_start_only(model_dir: Path) -> None:
+    (model_dir / "config.json").write_text("[]")
+    assert machine_problems(model_dir, when="check") == []
+
+
+def test_a_device_is_looked_for_by_check_only(model_dir: Path) -> None:
+    text = "[engine]\ndevice = 'cuda:99'\n"
+    assert machine_problems(model_dir, text) == []
+    (found,) = machine_problems(model_dir, text, "check")
+    assert "engine.device: device 'cuda:99' was asked for but torch sees" in found
+
+
+@pytest.mark.parametrize("key", ["control.socket", "log.trace_file"])
+def test_files_to_be_made_need_a_directory(tmp_path: Path, model_dir: Path, key: str) -> None:
+    section, name = key.split(".")
+    for where, says in (
+        ("none/x", f"{tmp_path}/none is not a directory, or may not be entered: make it first"),
+        ("model", f"{model_dir} is a directory"),
+    ):
+        found = machine_problems(model_dir, f"[{section}]\n{name} = '{tmp_path}/{where}'\n")
+        assert found == [f"{key}: {says} (line 4)"]
+    assert machine_problems(model_dir, f"[{section}]\n{name} = '{tmp_path}/x'\n") == []
+
+
+def test_a_file_of_the_other_daemon_is_known_as_such() -> None:
+    text = FAKE + "[listen]\nport = 1\n[limits]\nmax_queued_requests = 1\n"
+    assert problems(text) == ["this looks like the file of prefilld, not of decoded: it has listen, limits"]
+    text = FAKE + "[routing]\nmode = 'threshold'\n[[peers]]\nname = 'a'\n"
+    says = "this looks like the file of decoded, not of prefilld: it has routing, peers"
+    assert problems(text, PrefillConfig) == [says]
+    # With a section of its own it is ours, and one too many is in it.
+    assert problems(FAKE + "[limits]\n[routing]\nmode = 'threshold'\n")[0].startswith("limits: unknown key")
+
+
+def test_the_sections_that_tell_the_daemons_apart_are_all_of_them() -> None:
+    fields = {"prefilld": set(PrefillConfig.model_fields), "decoded": set(DecodeConfig.model_fields)}
+    shared = fields["prefilld"] & fields["decoded"]
+    assert {name: own - shared for name, own in fields.items()} == cfg.ONLY_IN
 
 
 @pytest.mark.parametrize(("name", "says"), [("none.toml", "cannot be read"), ("latin.toml", "is not UTF-8")])
@@ -303,6 +374,9 @@ def test_changes_are_told_key_by_key_with_old_and_new() -> None:
         'routing.threshold_tokens: 1000 -> "inf"',
     ]
     assert cfg.restart_problems(old, new, ("peers", "routing", "links")) == ["engine.threads: 0 -> 2 needs a restart"]
+    assert cfg.restart_problems(old, new, ("peers", "routing", "engine", "links.heartbeat")) == [
+        'links.piece_bytes: "1MiB" -> "64KiB" needs a restart'
+    ]
 
 
 def test_a_key_that_may_not_be_read_names_reader_owner_and_mode(

@@ -33,17 +33,17 @@ def test_the_example_is_complete_and_current(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROOTS)
 def test_the_example_differs_from_the_defaults_only_where_it_must(name: str) -> None:
-    example = flat(plain(load(ROOT / "conf" / f"{name}.toml", ROOTS[name], environment=False)))
+    example = flat(plain(load(ROOT / "conf" / f"{name}.toml", ROOTS[name], environment="never")))
     defaults = flat(plain(ROOTS[name]()))
     assert {k for k in example if example[k] != defaults.get(k)} <= SET_IN_EXAMPLES
     assert example.keys() == defaults.keys()
 
 
 @pytest.mark.parametrize("name", ROOTS)
-def test_the_example_passes_every_check_once_its_model_exists(name: str, tmp_path: Path) -> None:
+def test_the_example_passes_every_check_once_its_model_exists(name: str, model_dir: Path) -> None:
     text = (ROOT / "conf" / f"{name}.toml").read_text()
-    text = text.replace("/var/lib/prfaas/models/smollm2-135m-instruct", str(tmp_path))
-    assert parse_text(text, ROOTS[name]).model.path == tmp_path
+    text = text.replace("/var/lib/prfaas/models/smollm2-135m-instruct", str(model_dir))
+    assert parse_text(text, ROOTS[name], environment="check").model.path == model_dir
 
 
 @pytest.mark.parametrize("name", ROOTS)

@@ -1,0 +1,68 @@
+"""What start-up needs of this machine: cores, a device, a whole model directory, folders to write to.
+
+Cheap enough for every start: contents of model files are not read, and torch is loaded only to look for a device that
+is no CPU. Knows no section; called by the configuration's checks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from common.config_types import Problem
+from common.errors import StartupError
+
+MAKE_MODEL = "`make model` or `prefillctl model import` makes a model directory"
+
+
+def check_cpus(path: str, cpus: Sequence[int]) -> Iterator[Problem]:
+    """Cores that do not exist, or that this process may not use."""
+    allowed = os.sched_getaffinity(0)
+    missing = [n for n in cpus if n not in allowed]
+    if missing:
+        yield Problem(
+            (path,),
+            f"core {', '.join(map(str, missing))} does not exist or is not allowed here; allowed:"
+            f" {', '.join(map(str, sorted(allowed)))}",
+        )
+    if len(set(cpus)) != len(cpus):
+        yield Problem((path,), "names a core twice")
+
+
+def check_model(path: str, folder: Path) -> Iterator[Problem]:
+    """What a served model directory lacks, file by file; that contents are what was imported shows at start only."""
+    from common.engine.loader import directory_problems
+    from common.engine.manifest import read_manifest
+
+    if not folder.is_dir():
+        yield Problem((path,), f"{folder} is not a directory, or may not be entered; {MAKE_MODEL}")
+        return
+    try:
+        yield from (Problem((path,), p) for p in directory_problems(folder, read_manifest(folder)))
+    except (StartupError, OSError) as error:
+        yield Problem((path,), str(error))
+
+
+def check_device(path: str, device: str) -> Iterator[Problem]:
+    """A device that torch does not have. Loads torch, unless it is the CPU."""
+    if device == "cpu":
+        return
+    try:
+        from common.engine.loader import find_device
+
+        find_device(device)
+    except (StartupError, ImportError) as error:
+        yield Problem((path,), str(error))
+
+
+def check_folder_of(path: str, file: Path, *, may_exist: bool) -> Iterator[Problem]:
+    """A folder in which the file could not be made. `may_exist`: a file that can be written to is enough."""
+    folder = file.parent
+    written = file if may_exist and file.exists() else folder
+    if not folder.is_dir():
+        yield Problem((path,), f"{folder} is not a directory, or may not be entered: make it first")
+    elif file.is_dir():
+        yield Problem((path,), f"{file} is a directory")
+    elif not os.access(written, os.W_OK):
+        yield Problem((path,), f"{written} may not be written to by this user")
