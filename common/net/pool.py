@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from common.backend import StateSink
-from common.errors import LinkLost, LocalProtocolError, PeerDraining, PromptTooLong
+from common.errors import LayoutMismatch, LinkLost, LocalProtocolError, PdError, PeerDraining, PromptTooLong
 from common.hosts import is_loopback
 from common.net.codecs import CodecPool
 from common.net.dialer import INCOMPATIBLE_CODES, Dialer, Failure
@@ -75,6 +75,8 @@ class PeerClient:
         self._refused_at: float | None = None
         self._faults_at: list[float] = []
         self._last_error = ""
+        self._last_error_at: float | None = None
+        self._mismatch: dict[str, object] = {}
         self._is_local_error = False
         self._num_sessions = 0
 
@@ -164,7 +166,9 @@ class PeerClient:
             "numerics": dict(peer.numerics) if peer else None,
             "load": dict(self._load),
             "last_error": self._last_error,
+            "last_error_age_s": None if self._last_error_at is None else round(now() - self._last_error_at, 3),
             "is_local_error": self._is_local_error,
+            "mismatch": self._mismatch,
         }
 
     @property
@@ -177,7 +181,7 @@ class PeerClient:
     def dial_up(self, control: Link, peer: HelloAck) -> None:
         """A control link is open."""
         self._num_sessions += 1
-        self._is_draining, self._refused_at, self._is_local_error = False, None, False
+        self._is_draining, self._refused_at, self._is_local_error, self._mismatch = False, None, False, {}
         self._cancel_lease()
         self._session.attach(peer, now())
         self._set("connecting", "no data link yet")
@@ -186,7 +190,8 @@ class PeerClient:
     def dial_down(self, failure: Failure) -> None:
         """The control link is lost, or could not be made."""
         at = now()
-        self._last_error, self._is_local_error = str(failure.error), failure.is_local
+        self._last_error, self._last_error_at, self._is_local_error = str(failure.error), at, failure.is_local
+        self._mismatch = _mismatch(failure.error)
         was_attached = self._session.is_attached
         self._session.detach(at)
         if was_attached:
@@ -286,6 +291,12 @@ class PeerClient:
 
     def _links(self) -> list[Link]:
         return [*([self._dialer.control] if self._dialer.control else []), *self._dialer.data.values()]
+
+
+def _mismatch(error: PdError) -> dict[str, object]:
+    """What the reason has in short, whole."""
+    pairs = error.differences if isinstance(error, LayoutMismatch) else {}
+    return {name: {"ours": ours, "theirs": theirs} for name, (ours, theirs) in pairs.items()}
 
 
 def _identity(peer: HelloAck) -> dict[str, object]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 
 from common.errors import LayoutMismatch
 from common.wire.messages import HelloAck
 
 UNKEYED = bytes(32)
+_DIGEST = re.compile(r"[0-9a-f]{16,}")
 _IDENTITY = ("weights", "config", "tokenizer", "layout", "block_tokens", "hash_scheme")
 
 
@@ -36,22 +38,26 @@ def check_identity(ours: HelloAck, theirs: HelloAck, *, require_same_numerics: b
     """Refuse a peer with another model.
 
     Raises:
-        LayoutMismatch: names every field that differs, ours and theirs.
+        LayoutMismatch: names every field that differs, ours and theirs; digests whole only in its `differences`.
     """
-    wrong = [
-        f"{name}: ours {getattr(ours, name)!r}, theirs {getattr(theirs, name)!r}"
-        for name in _IDENTITY
-        if getattr(ours, name) != getattr(theirs, name)
-    ]
+    pairs = {name: (getattr(ours, name), getattr(theirs, name)) for name in _IDENTITY}
     if require_same_numerics:
-        names = sorted(ours.numerics.keys() | theirs.numerics.keys())
-        wrong += [
-            f"numerics.{n}: ours {ours.numerics.get(n)!r}, theirs {theirs.numerics.get(n)!r}"
-            for n in names
-            if ours.numerics.get(n) != theirs.numerics.get(n)
-        ]
-    if wrong:
-        raise LayoutMismatch("the two ends do not serve the same model: " + "; ".join(wrong))
+        for name in sorted(ours.numerics.keys() | theirs.numerics.keys()):
+            pairs[f"numerics.{name}"] = (ours.numerics.get(name), theirs.numerics.get(name))
+    wrong = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if not wrong:
+        return
+    what = "not the same model" if wrong.keys() & set(_IDENTITY) else "not the same numerics"
+    short = ", ".join(f"{name} {_short(ours)}/{_short(theirs)}" for name, (ours, theirs) in wrong.items())
+    error = LayoutMismatch(f"{what} (ours/theirs): {short}")
+    error.differences = wrong
+    raise error
+
+
+def _short(value: object) -> str:
+    """Enough of a digest to tell two apart; anything else as it is."""
+    text = "-" if value is None else str(value)
+    return text[:8] if _DIGEST.fullmatch(text) else text[:24]
 
 
 def _sized(data: bytes) -> bytes:

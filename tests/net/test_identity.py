@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
+from hashlib import sha256
 
 import pytest
 
@@ -23,12 +24,17 @@ from tests.net.rig import FAST, KEY, WIDE, Rig, State, end, model_info, on_uvloo
 
 async def refused(rig: Rig, **args):
     """Start the rig; answers the reason for which the client is incompatible."""
+    return (await refused_status(rig, **args))["reason"]
+
+
+async def refused_status(rig: Rig, **args):
     await rig.start(**args)
     try:
         await rig.state("incompatible", timeout=1)
         with pytest.raises(LinkLost):
             rig.ask(10)
-        return rig.client.reason
+        assert rig.client.status()["reason"] == rig.client.reason
+        return rig.client.status()
     finally:
         await rig.close()
 
@@ -81,9 +87,26 @@ async def test_other_model_is_refused_within_a_second_naming_the_field(field):
     other = StateLayout(WIDE.states[:2]) if field == "layout" else "other"
     reason = await refused(Rig(), server_end=end("prefill", info=model_info(**{field: other})))
     name = field.removesuffix("_digest")
-    assert f"{name}: ours" in reason and "theirs" in reason
+    assert reason.startswith(f"not the same model (ours/theirs): {name} ")
     if field != "layout":
-        assert "'other'" in reason and f"'{name}'" in reason
+        assert reason.endswith(f"{name} {name}/other")
+
+
+@on_uvloop
+async def test_reason_is_short_and_the_status_has_whole_digests():
+    fields = ("weights_digest", "config_digest", "tokenizer_digest")
+    ours, theirs = ({f: sha256(f"{who} {f}".encode()).hexdigest() for f in fields} for who in ("ours", "theirs"))
+    status = await refused_status(
+        Rig(),
+        client_end=end("decode", info=model_info(**ours)),
+        server_end=end("prefill", info=model_info(**theirs)),
+    )
+    pairs = [f"{f.removesuffix('_digest')} {ours[f][:8]}/{theirs[f][:8]}" for f in fields]
+    assert status["reason"] == "not the same model (ours/theirs): " + ", ".join(pairs)
+    assert len(status["reason"]) < 120
+    assert status["mismatch"] == {f.removesuffix("_digest"): {"ours": ours[f], "theirs": theirs[f]} for f in fields}
+    assert status["last_error"] == status["reason"]
+    assert 0 <= status["last_error_age_s"] < 5
 
 
 @on_uvloop
@@ -100,7 +123,7 @@ async def test_numerics_are_shown_and_refused_only_on_request():
     reason = await refused(
         Rig(), server_end=end("prefill", info=other), client_end=end("decode", require_same_numerics=True)
     )
-    assert "numerics.dtype" in reason
+    assert reason == "not the same numerics (ours/theirs): numerics.dtype float32/bfloat16"
 
 
 @on_uvloop

@@ -191,7 +191,9 @@ def test_identity_mismatch_names_field_ours_and_theirs(field):
     ends = [closed(a), closed(b)]
     assert {e.code for e in ends} == {"layout_mismatch"}
     assert all(isinstance(e.error, LayoutMismatch) for e in ends)
-    assert any(f"{field}: ours {ours!r}, theirs {theirs!r}" in str(e.error) for e in ends)
+    says = f"not the same model (ours/theirs): {field} "
+    assert [str(e.error) for e in ends] == [f"{says}{ours}/{theirs}", f"{says}{theirs}/{ours}"]
+    assert [e.error.differences for e in ends] == [{field: (ours, theirs)}, {field: (theirs, ours)}]
 
 
 def test_numerics_matter_only_when_asked():
