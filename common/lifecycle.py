@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -49,7 +51,13 @@ def run_service(program: Program[C], config: C, path: Path | None, fake_peer: Fa
     life = _Life(program, config, path, writer)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(life.run(fake_peer))
+            code = runner.run(life.run(fake_peer))
+        if life.is_cut_short:
+            # The engine's thread may be deep in loading a model; an orderly exit would wait for it, or crash in it.
+            writer.close()
+            sys.stdout.flush()
+            os._exit(code)
+        return code
     except ConfigError as error:
         report_problems(program.name, path, error)
         return EXIT_CONFIG
@@ -72,6 +80,8 @@ class _Life(Generic[C]):
         self._fatal: PdError | None = None
         self._reload_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.is_cut_short = False
+        """Told to stop before start-up was done."""
 
     async def run(self, fake_peer: FakePeer | None) -> int:
         """From nothing to the exit code. Raises ConfigError or StartupError when it does not get up."""
@@ -103,6 +113,7 @@ class _Life(Generic[C]):
         if not starting.done():
             starting.cancel()
             await asyncio.wait((starting,), timeout=STOP_TIMEOUT_S)
+            self.is_cut_short = True
             log.info("told to stop while starting")
             return False
         try:

@@ -76,6 +76,7 @@ class EngineWorker:
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_idle = True
+        self._is_building = False
         self._is_closing = False
         self._progress_at = 0.0
         self._on_death: Callable[[EngineDead], None] = lambda _error: None
@@ -89,15 +90,16 @@ class EngineWorker:
         self._loop = asyncio.get_running_loop()
         self._on_death = on_death
         self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._is_building = True
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()
         await self._ready
 
     async def close(self) -> None:
-        """End the thread after its current forward. Idempotent."""
+        """End the thread after its current forward; one that still builds the executor is left alone. Idempotent."""
         self._is_closing = True
         self._wake.set()
-        if self._thread is not None:
+        if self._thread is not None and not self._is_building:
             await asyncio.to_thread(self._thread.join)
 
     def post(self, command: Command) -> None:
@@ -122,6 +124,8 @@ class EngineWorker:
             log.exception("the engine could not be started")
             self._call(self._started, StartupError(f"the engine could not be started: {type(e).__name__}: {e}"))
             return
+        finally:
+            self._is_building = False
         self.is_alive = True
         self._call(self._started, None)
         error = EngineDead("the engine is closed")

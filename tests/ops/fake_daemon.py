@@ -6,12 +6,22 @@ import asyncio
 import os
 import signal
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from common.config import changes, restart_problems
 from common.daemon import Program, run_daemon
 from common.errors import ConfigError, EngineDead, StartupError
+from common.worker import EngineWorker, WorkerOptions
 from decoded.config import DecodeConfig
+
+
+def load_for_ever() -> Any:
+    """An engine whose model is large. Holds what a process waits for when it ends: a thread that is no daemon."""
+    print("loading for ever", flush=True)
+    with ThreadPoolExecutor() as pool:
+        pool.submit(threading.Event().wait).result()
 
 
 class FakeService:
@@ -23,6 +33,7 @@ class FakeService:
         self.num_running = int(os.environ.get("FAKE_RUNNING", "0"))
         self.idle = asyncio.Event()
         self.healthy = True
+        self.worker: EngineWorker | None = None
         if self.num_running == 0:
             self.idle.set()
 
@@ -38,6 +49,9 @@ class FakeService:
                 raise KeyError("a bug")
             case "hang":
                 await asyncio.Event().wait()
+            case "load":
+                self.worker = EngineWorker(load_for_ever, WorkerOptions())
+                await self.worker.start(lambda error: None)
         self.state = "ready"
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self.finish)
 
@@ -56,6 +70,8 @@ class FakeService:
         self.state = "drained"
 
     async def stop(self) -> None:
+        if self.worker is not None:
+            await self.worker.close()
         print("stop called", flush=True)
 
     async def reload(self, config: DecodeConfig) -> list[str]:

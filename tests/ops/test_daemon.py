@@ -14,6 +14,7 @@ import pytest
 from common.config import parse_text
 from common.daemon import apply_cpu_settings, parse_fake_peer
 from common.errors import StartupError
+from common.sdnotify import restart_command
 from decoded.config import DecodeConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,6 +203,19 @@ def test_drain_timeout_is_an_orderly_end(daemon: Daemon) -> None:
     assert daemon.wait() == 0
 
 
+def test_sigterm_while_the_model_loads_does_not_wait_for_it(daemon: Daemon) -> None:
+    daemon.start(ready=False, FAKE_START="load")
+    while "loading for ever" not in daemon.log.read_text():
+        assert daemon.process.poll() is None
+    daemon.signal(signal.SIGTERM)
+    assert daemon.process.wait(5) == 0
+    log = daemon.log_text()
+    assert "told to stop while starting" in log
+    assert "stop called" in log
+    assert "in time" not in log
+    assert not daemon.socket.exists()
+
+
 def test_sigterm_while_starting(daemon: Daemon) -> None:
     daemon.start(ready=False, FAKE_START="hang")
     assert wait_for_state(daemon) == "starting"
@@ -265,6 +279,12 @@ def test_reload_after_the_file_is_gone(daemon: Daemon) -> None:
     assert refused.returncode == 1
     assert "cannot be read: No such file or directory" in refused.stderr
     assert daemon.json("status")["state"] == "ready"
+
+
+def test_what_restarts_a_daemon_depends_on_who_started_it() -> None:
+    assert restart_command("decoded", {"HOME": "/x", "NOTIFY_SOCKET": ""}) == "restart the daemon"
+    for name in ("NOTIFY_SOCKET", "INVOCATION_ID"):
+        assert restart_command("decoded", {name: "x"}) == "systemctl restart decoded"
 
 
 # Watchdog
