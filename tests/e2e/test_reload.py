@@ -1,0 +1,91 @@
+"""What a reload takes over and what it refuses, with the real daemons and the fake engine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import urllib.error
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.cluster import Cluster, Daemon, http_status, running_cluster
+
+FAKE = {"engine": {"backend": "fake"}, "fake": {"prefill_tokens_per_s": 0, "decode_tokens_per_s": 0}}
+SECRET = "0123456789abcdef" * 2
+
+
+@pytest.fixture(autouse=True)
+def _no_systemd(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NOTIFY_SOCKET", "INVOCATION_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def secret_file(path: Path, text: str) -> str:
+    path.touch(mode=0o600)
+    path.write_text(text)
+    return str(path)
+
+
+def refusal(daemon: Daemon) -> list[str]:
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        daemon.ctl("reload")
+    head, *lines = refused.value.stderr.decode().splitlines()
+    assert head.endswith("reload refused, the old configuration stays:")
+    return [line.strip() for line in lines]
+
+
+def status_with(cluster: Cluster, key: str) -> int:
+    try:
+        cluster.post("/v1/completions", {"prompt": [1, 2], "max_tokens": 1}, {"Authorization": f"Bearer {key}"})
+    except urllib.error.HTTPError as error:
+        return http_status(error)[0]
+    return 200
+
+
+def test_api_keys_come_and_go_by_reload(tmp_path: Path) -> None:
+    keys = tmp_path / "api.keys"
+    http = {"api_key_file": secret_file(keys, "sk-old\nsk-kept\n")}
+    with running_cluster(None, num_prefillds=0, decoded={**FAKE, "http": http}) as c:
+        reload = c.decoded.ctl
+        assert [status_with(c, key) for key in ("sk-old", "sk-kept", "sk-new")] == [200, 200, 401]
+        assert reload("reload")["changed"] == []
+        keys.write_text("sk-kept\nsk-new\n")
+        assert reload("reload")["changed"] == ["http.api_key_file: 1 key added, 1 removed"]
+        assert [status_with(c, key) for key in ("sk-old", "sk-kept", "sk-new")] == [401, 200, 200]
+        keys.write_text("# nobody\n")
+        assert refusal(c.decoded)[0].startswith(f"http.api_key_file: {keys} holds no key")
+        assert [status_with(c, key) for key in ("sk-old", "sk-kept", "sk-new", "")] == [401, 200, 200, 401]
+        assert "sk-" not in c.decoded.log_path.read_text()
+
+
+def test_another_shared_key_needs_a_restart_and_reload_says_so(tmp_path: Path) -> None:
+    key = tmp_path / "shared.key"
+    security = {"security": {"key_file": secret_file(key, SECRET)}}
+    with running_cluster(None, decoded={**FAKE, **security}, prefilld={**FAKE, **security}) as c:
+        key.write_text(SECRET + "\n")  # a line end is no part of it
+        assert [d.ctl("reload")["changed"] for d in c.daemons] == [[], []]
+        key.write_text(SECRET[::-1])
+        for daemon in c.daemons:
+            first, advice = refusal(daemon)
+            assert first == "security.key_file: there is another secret in the file, which needs a restart"
+            assert advice == "to apply what needs a restart: restart the daemon"
+            assert SECRET not in daemon.log_path.read_text()
+
+
+def test_every_key_that_needs_a_restart_is_named_and_no_false_reason() -> None:
+    """The daemon narrowed its own affinity to engine.cpus: that the other cores exist is not for it to judge."""
+    cores = sorted(os.sched_getaffinity(0))
+    edit: dict[str, Any] = {"engine": {"cpus": cores[1:]}, "links": {"heartbeat": "1s"}, "log": {"trace_file": "/x/y"}}
+    decoded = {**FAKE, "engine": {**FAKE["engine"], "cpus": cores[:1]}}
+    with running_cluster(None, num_prefillds=0, decoded=decoded) as c:
+        for section, keys in edit.items():
+            c.decoded.config[section] = {**c.decoded.config.get(section, {}), **keys}
+        c.decoded.write_config()
+        assert refusal(c.decoded) == [
+            f"engine.cpus: {cores[:1]} -> {cores[1:]} needs a restart",
+            'links.heartbeat: "2s" -> "1s" needs a restart',
+            'log.trace_file: "" -> "/x/y" needs a restart',
+            "to apply what needs a restart: restart the daemon",
+        ]
