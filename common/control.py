@@ -176,13 +176,21 @@ def _mode_of(path: Path) -> int:
         return 0
 
 
+def json_response(data: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    """Compact JSON, as everything that both daemons answer over HTTP. Values JSON does not know become strings."""
+    from aiohttp import web
+
+    body = json.dumps(data, separators=(",", ":"), ensure_ascii=False, default=str).encode()
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+
+
 def http_routes(handlers: Mapping[str, Handler], prefix: str = "/control") -> list[web.RouteDef]:
     """GET routes of the read-only verbs (`{prefix}/status` ...), for an aiohttp application."""
     from aiohttp import web
 
     def route(verb: str, handler: Handler) -> web.RouteDef:
         async def get(_: web.Request) -> web.Response:
-            return web.json_response(await handler({}), dumps=lambda data: json.dumps(data, default=str))
+            return json_response(await handler({}))
 
         return web.get(f"{prefix}/{verb}", get)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
-from common.control import http_routes
+from common.control import http_routes, json_response
 from common.daemon import Handler
 from common.metrics import CONTENT_TYPE
 
@@ -21,21 +21,38 @@ def make_app(
 
     async def readyz(_: web.Request) -> web.Response:
         is_ready, reason = readiness()
-        return web.json_response({"ready": is_ready, "reason": reason}, status=200 if is_ready else 503)
+        body = {"is_ready": is_ready, "why": reason}
+        return json_response(body, status=200 if is_ready else 503)
 
     async def metrics_text(_: web.Request) -> web.Response:
         return web.Response(body=metrics(), headers={"Content-Type": CONTENT_TYPE})
 
     async def version(_: web.Request) -> web.Response:
-        return web.json_response(await handlers["version"]({}))
+        return json_response(await handlers["version"]({}))
 
-    app = web.Application()
+    app = web.Application(middlewares=[_answer_errors])
     app.router.add_get("/livez", livez)
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/metrics", metrics_text)
     app.router.add_get("/version", version)
     app.router.add_routes(http_routes(handlers))
     return app
+
+
+@web.middleware
+async def _answer_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """What is not there, in the JSON that decoded answers with too."""
+    try:
+        return await handler(request)
+    except web.HTTPClientError as error:
+        is_missing = error.status in (404, 405)
+        message = f"There is no {request.method} {request.path[:200]}." if is_missing else error.reason
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status)
+        detail = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        return json_response({"error": detail}, status=error.status, headers=allow)
 
 
 def make_runner(app: web.Application) -> web.AppRunner:
