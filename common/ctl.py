@@ -61,14 +61,31 @@ class Verb:
     description: str
     run: Callable[[Context], int]
     arguments: Callable[[argparse.ArgumentParser], None] | None = None
+    needs_daemon: bool = True
 
 
-def _global_options(parser: argparse.ArgumentParser, *, is_top: bool) -> None:
+class _Version(argparse.Action):
+    """--version, looked up only when asked for: it reads the metadata of the installation."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="print the version of this command, and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from common.release import version
+
+        sys.stdout.write(f"{parser.prog} {version()}\n")
+        parser.exit()
+
+
+def _global_options(parser: argparse.ArgumentParser, *, is_top: bool, needs_daemon: bool = True) -> None:
     """The options that may stand before or behind the verb; a verb's parser must not reset what stood before."""
     none: Any = None if is_top else argparse.SUPPRESS
-    group = parser.add_argument_group("connection and output")
-    group.add_argument("--socket", metavar="PATH", default=none, help="control socket of the daemon")
-    group.add_argument("--config", metavar="FILE", default=none, help="the daemon's configuration, to find its socket")
+    group = parser.add_argument_group("connection and output" if needs_daemon else "output")
+    if needs_daemon:
+        group.add_argument("--socket", metavar="PATH", default=none, help="control socket of the daemon")
+        group.add_argument(
+            "--config", metavar="FILE", default=none, help="the daemon's configuration: where its socket is"
+        )
     json_default: Any = False if is_top else argparse.SUPPRESS
     group.add_argument("--json", action="store_true", default=json_default, help="print the reply as JSON")
 
@@ -78,13 +95,14 @@ def make_parser(prog: str, daemon: str, description: str, verbs: Sequence[Verb])
     raw = argparse.RawDescriptionHelpFormatter
     epilog = EPILOG.format(daemon=daemon)
     parser = argparse.ArgumentParser(prog=prog, description=description, epilog=epilog, formatter_class=raw)
+    parser.add_argument("--version", action=_Version)
     _global_options(parser, is_top=True)
     commands = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
     for verb in verbs:
         sub = commands.add_parser(verb.name, help=verb.summary, description=verb.description, formatter_class=raw)
         if verb.arguments is not None:
             verb.arguments(sub)
-        _global_options(sub, is_top=False)
+        _global_options(sub, is_top=False, needs_daemon=verb.needs_daemon)
         sub.set_defaults(run_verb=verb.run)
     return parser
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from common.engine.importer import import_model
 from common.engine.manifest import Manifest, read_manifest
-from common.errors import EXIT_OK, EXIT_RUNTIME, PdError, StartupError
+from common.errors import EXIT_OK, EXIT_RUNTIME, EXIT_USAGE, PdError, StartupError
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +133,11 @@ def _lock(path: Path) -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: fetch each named model, print its directory."""
     parser = argparse.ArgumentParser(prog="python -m common.engine.fetch", description=__doc__.split("\n")[0])
-    parser.add_argument("name", nargs="+", choices=sorted(RECIPES))
+    parser.add_argument("name", nargs="+", metavar="NAME", help=f"one of {', '.join(sorted(RECIPES))}")
     names = parser.parse_args(argv).name
+    if unknown := [name for name in names if name not in RECIPES]:
+        sys.stderr.write(f"error: there is no model {', '.join(unknown)}; there are {', '.join(sorted(RECIPES))}\n")
+        return EXIT_USAGE
     os.environ.setdefault("TQDM_DISABLE", "1")  # our own progress lines are enough
     for name in names:
         try:

@@ -30,4 +30,4 @@ def _run(context: Context) -> int:
     return run_child("common.engine.importer", [*options, "--", args.source, args.dest])
 
 
-VERB = Verb("model", "import a model", "Work on model directories, without a daemon.", _run, _arguments)
+VERB = Verb("model", "import a model", "Work on model directories, without a daemon.", _run, _arguments, False)

@@ -100,6 +100,12 @@ def test_unknown_model() -> None:
         fetch_model("gpt")
 
 
+def test_unknown_model_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fetch.main(["nonesuch", "smollm2-135m-instruct"]) == 2
+    says = "error: there is no model nonesuch; there are gemma3-270m, smollm2-135m-instruct\n"
+    assert capsys.readouterr().err == says
+
+
 def test_home(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.delenv("PRFAAS_HOME", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

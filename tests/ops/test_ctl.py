@@ -14,6 +14,7 @@ import pytest
 from common import ctl_verbs
 from common.ctl_render import to_text
 from common.ctl_views import peers_text, status_text
+from common.release import version
 
 ROOT = Path(__file__).resolve().parents[2]
 Daemon = Any  # conftest.FakeDaemon
@@ -79,6 +80,20 @@ def test_the_help_lists_all_verbs_and_where_the_daemon_is_looked_for(module: str
         assert f"\n    {verb} " in done.stdout
     assert "$XDG_RUNTIME_DIR" in done.stdout
     assert "exit codes: 0 done; 1" in done.stdout
+
+
+@pytest.mark.parametrize(("module", "prog"), [("prefilld", "prefillctl"), ("decoded", "decodectl")])
+def test_version_without_a_daemon(module: str, prog: str) -> None:
+    done = ctl(module, "--version")
+    assert (done.returncode, done.stdout) == (0, f"{prog} {version()}\n")
+
+
+def test_a_verb_without_a_daemon_offers_no_way_to_one() -> None:
+    for args in (("model", "--help"), ("model", "import", "--help")):
+        done = ctl("prefilld", *args)
+        assert "--json" in done.stdout
+        assert "--socket" not in done.stdout
+        assert "--config" not in done.stdout
 
 
 @pytest.mark.parametrize(
