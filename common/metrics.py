@@ -19,9 +19,10 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 _NAME = re.compile(r"prfaas_[a-z][a-z0-9_]*")
 
 
-def help_text(what: str, unit: str, sample: str) -> str:
-    """HELP of a metric: what it is, its unit, what one sample (observation or increment) is."""
-    return f"{what.rstrip('.')}. Unit: {unit}. One sample: {sample}."
+def help_text(what: str, unit: str = "", sample: str = "") -> str:
+    """HELP of a metric: what it is, and where there is something to say its unit and what is counted as one sample."""
+    parts = (what.rstrip("."), f"Unit: {unit}" if unit else "", f"One sample: {sample}" if sample else "")
+    return "".join(f"{part}. " for part in parts if part).rstrip()
 
 
 class Metrics:
@@ -36,21 +37,17 @@ class Metrics:
         build = self.gauge("prfaas_build_info", "Always 1; the labels say what runs", labels=("daemon", "version"))
         build.labels(daemon, version).set(1)
 
-    def counter(
-        self, name: str, what: str, *, unit: str = "events", sample: str = "one event", labels: Sequence[str] = ()
-    ) -> Counter:
+    def counter(self, name: str, what: str, *, unit: str = "", sample: str = "", labels: Sequence[str] = ()) -> Counter:
         """A counter; `name` ends in _total. Raises ValueError for a name outside the conventions."""
         _check_name(name)
         if not name.endswith("_total"):
             raise ValueError(f"counter {name!r} does not end in _total")
         return Counter(name, help_text(what, unit, sample), labels, registry=self.registry)
 
-    def gauge(
-        self, name: str, what: str, *, unit: str = "1", sample: str = "the current value", labels: Sequence[str] = ()
-    ) -> Gauge:
+    def gauge(self, name: str, what: str, *, unit: str = "", labels: Sequence[str] = ()) -> Gauge:
         """A gauge. Raises ValueError for a name outside the conventions."""
         _check_name(name)
-        return Gauge(name, help_text(what, unit, sample), labels, registry=self.registry)
+        return Gauge(name, help_text(what, unit), labels, registry=self.registry)
 
     def histogram(
         self,

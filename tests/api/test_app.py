@@ -56,7 +56,7 @@ async def test_readiness(serve):
         assert response.status == 200
     server.dispatcher.is_ready = (False, "draining")
     async with server.session.get("/readyz") as response:
-        assert response.status == 503 and (await response.json()) == {"ready": False, "reason": "draining"}
+        assert response.status == 503 and (await response.json()) == {"is_ready": False, "why": "draining"}
     async with server.session.get("/livez") as response:
         assert response.status == 200
 

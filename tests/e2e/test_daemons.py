@@ -9,18 +9,22 @@ import signal
 import subprocess
 import time
 import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 
 from benchmarks.cluster import Cluster, Daemon, http_status, running_cluster
+from common.request import Timing
 
 FAST = {"engine": {"backend": "fake"}, "fake": {"prefill_tokens_per_s": 4000, "decode_tokens_per_s": 200}}
-PARTS = ("queue_s", "route_s", "remote_queue_s", "prefill_s", "transfer_s", "import_s", "first_token_s")
+PARTS = tuple(part.name for part in fields(Timing) if part.name != "ttft_s")
 
 
 def fake_cluster(num_prefillds: int = 1, decoded: dict[str, Any] | None = None, prefilld: dict[str, Any] | None = None):
@@ -58,6 +62,33 @@ def test_threshold_decides_and_both_routes_give_the_same_tokens(cluster):
     assert long["prfaas"]["wire_bytes"] > 0
     local = complete(cluster, 1002, headers={"X-Prfaas-Route": "local"})
     assert tokens_of(local) == tokens_of(long)
+
+
+def test_both_daemons_answer_alike_over_http(cluster):
+    prefilld = cluster.prefillds[0].config["http"]
+    urls = [cluster.url, f"http://{prefilld['host']}:{prefilld['port']}"]
+    for path, status in {"/readyz": 200, "/version": 200, "/control/version": 200, "/nowhere": 404}.items():
+        first, second = (fetch(url + path) for url in urls)
+        assert first.status == second.status == status
+        assert first.headers["Content-Type"].split(";")[0] == second.headers["Content-Type"].split(";")[0]
+        assert first.data.keys() == second.data.keys()
+        assert all(a.text == json.dumps(a.data, separators=(",", ":")) for a in (first, second))
+        if status == 404:
+            assert first.data == second.data
+    assert fetch(urls[1] + "/readyz").data == {"is_ready": True, "why": "ready"}
+    versions = [fetch(f"{url}/version").data for url in urls]
+    assert [v.pop("daemon") for v in versions] == ["decoded", "prefilld"]
+    assert versions[0] == versions[1]
+
+
+def fetch(url: str) -> Any:
+    try:
+        response = urllib.request.urlopen(url, timeout=10)
+    except urllib.error.HTTPError as e:
+        response = e
+    with response:
+        text = response.read().decode()
+        return SimpleNamespace(status=response.status, headers=response.headers, text=text, data=json.loads(text))
 
 
 def test_timing_parts_add_up_to_the_clients_clock(cluster):

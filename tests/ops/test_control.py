@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import socket
 import stat
@@ -325,4 +324,5 @@ async def test_only_read_only_verbs_are_mounted_on_http() -> None:
     status = next(route for route in routes if route.path == "/control/status")
     response = await status.handler(None)  # type: ignore[arg-type]
     assert isinstance(response, web.Response)
-    assert json.loads(response.text or "") == {"state": "ready", "path": "/x"}
+    assert response.text == '{"state":"ready","path":"/x"}'
+    assert response.headers["Content-Type"] == "application/json"

@@ -26,6 +26,7 @@ def test_help_says_unit_and_sample() -> None:
     assert 'prfaas_test_bytes_total{peer="a"} 3.0' in text
     assert 'prfaas_test_seconds_bucket{le="0.5"} 1.0' in text
     assert "_created" not in text
+    assert "# HELP prfaas_build_info Always 1; the labels say what runs.\n" in text
 
 
 @pytest.mark.parametrize("name", ["requests_total", "prfaas_Requests_total", "prfaas-x_total", "prfaas_x"])
