@@ -21,12 +21,13 @@ log = logging.getLogger(__name__)
 ROWS = 3  # rows of W in a tile; ROWS * MAX_X accumulators, ROWS weights and one x fill 16 vector registers
 MAX_X = 4  # rows of x that one pass over a tile serves
 LANES = 8
-UNPACK_FROM = 32  # from so many rows of x on, a block is unpacked to float32 once instead of in every pass
+# From so many rows of x on, a block is unpacked to float32 once instead of in every pass.
+UNPACK_FROM = {"float32": 1 << 62, "bfloat16": 32, "int8": 16, "int4": 4}
 PREFETCH_BYTES = 4096  # how far ahead in the tile's stream
 
 # Weights of each row in a chunk, and the bytes of a chunk.
-STEPS = {"float32": 8, "bfloat16": 16, "int8": 32}
-CHUNK_BYTES = {"float32": ROWS * 32, "bfloat16": ROWS * 32, "int8": ROWS * (4 + 32)}
+STEPS = {"float32": 8, "bfloat16": 16, "int8": 32, "int4": 32}
+CHUNK_BYTES = {"float32": ROWS * 32, "bfloat16": ROWS * 32, "int8": ROWS * (4 + 32), "int4": ROWS * (4 + 4 + 16)}
 
 # Slots (int64) of a plan: the same for every call; then SEGMENT slots per matrix.
 PLAN = ("num_blocks", "block_rows", "num_chunks", "scratch_bytes")
@@ -46,7 +47,7 @@ Entry = Callable[[int, int, int, int, int, int, int], None]
 class Kernels:
     """Entry points by weight format: f(plan, x, x_stride, num_x, out, scratch, threads), addresses and counts.
 
-    `x_stride` counts floats. `scratch` has `scratch_bytes` of the plan per thread, needed when num_x >= UNPACK_FROM.
+    `x_stride` counts floats. `scratch` has `scratch_bytes` of the plan per thread, needed when num_x >= UNPACK_FROM[format].
     `out` takes each segment's [num_x, num_rows] after the other. Calls may run at once on any threads.
     """
 
@@ -152,14 +153,22 @@ def _weights(code: _Code, name: str, chunk: str, row: int, part: int) -> str:
             f"and <8 x i32> {pairs}, splat (i32 -65536)" if part else f"shl <8 x i32> {pairs}, splat (i32 16)"
         )
         return code.value(f"bitcast <8 x i32> {bits} to {_VECTOR}")
-    small = code.value(f"load <8 x i8>, ptr {code.at(chunk, ROWS * 4 + row * 32 + part * 8)}, align 1")
-    wide = code.value(f"sext <8 x i8> {small} to <8 x i32>")
-    plain = code.value(f"sitofp <8 x i32> {wide} to {_VECTOR}")
-    return code.value(f"fmul {_VECTOR} {plain}, {_scale(code, chunk, row)}")
+    if name == "int8":
+        small = code.value(f"load <8 x i8>, ptr {code.at(chunk, ROWS * 4 + row * 32 + part * 8)}, align 1")
+        wide = code.value(f"sext <8 x i8> {small} to <8 x i32>")
+        level = code.value(f"sitofp <8 x i32> {wide} to {_VECTOR}")
+        return code.value(f"fmul {_VECTOR} {level}, {_spread(code, code.at(chunk, row * 4))}")
+    # Byte i of a half chunk holds weights i and 8 + i.
+    small = code.value(f"load <8 x i8>, ptr {code.at(chunk, ROWS * 8 + row * 16 + part // 2 * 8)}, align 1")
+    wide = code.value(f"zext <8 x i8> {small} to <8 x i32>")
+    four = code.value(f"lshr <8 x i32> {wide}, splat (i32 4)" if part % 2 else f"and <8 x i32> {wide}, splat (i32 15)")
+    level = code.value(f"sitofp <8 x i32> {four} to {_VECTOR}")
+    scale, low = (_spread(code, code.at(chunk, (row + offset) * 4)) for offset in (0, ROWS))
+    return code.value(f"call {_VECTOR} @llvm.fma.v8f32({_VECTOR} {scale}, {_VECTOR} {level}, {_VECTOR} {low})")
 
 
-def _scale(code: _Code, chunk: str, row: int) -> str:
-    one = code.value(f"load float, ptr {code.at(chunk, row * 4)}, align 4")
+def _spread(code: _Code, address: str) -> str:
+    one = code.value(f"load float, ptr {address}, align 4")
     first = code.value(f"insertelement {_VECTOR} poison, float {one}, i32 0")
     return code.value(f"shufflevector {_VECTOR} {first}, {_VECTOR} poison, <8 x i32> zeroinitializer")
 
@@ -281,7 +290,7 @@ def _worker(name: str) -> str:
     first_segment = code.at(plan_at, len(PLAN), "i64")
     turn = code.value(f"atomicrmw add ptr {code.at('%call', 1, 'i64')}, i64 1 monotonic")
     scratch = code.at(code.pointer(call["scratch"]), code.value(f"mul i64 {turn}, {plan['scratch_bytes']}"))
-    unpacks = code.value(f"icmp uge i64 {call['num_x']}, {UNPACK_FROM if name != 'float32' else 1 << 62}")
+    unpacks = code.value(f"icmp uge i64 {call['num_x']}, {UNPACK_FROM[name]}")
     code.do("br label %take", "take:", "%b = atomicrmw add ptr %call, i64 1 monotonic")
     more = code.value(f"icmp ult i64 %b, {plan['num_blocks']}")
     code.do(

@@ -19,13 +19,16 @@ from torch.utils._pytree import tree_map
 
 from common.engine import kernel_code
 from common.engine.kernel_code import Kernels
-from common.engine.kernel_weights import PackedWeight, Product, is_bfloat16
+from common.engine.kernel_product import Product
+from common.engine.kernel_weights import PackedWeight
 from common.errors import EngineError
 
 # Largest change of the model's output, relative to its range.
 TOLERANCE = {"float32": 1e-3, "int8": 0.3}
 # Smaller matrices, a router's for one, cost no bandwidth and may decide much: never rounded to int8.
 MIN_INT8_SIZE = 1 << 16
+# Parameters up to this size are copied so that they do not hold the weights' file in memory.
+_SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class Shared:
 
     def __init__(self, product: Product) -> None:
         self._product = product
-        self._left: tuple[torch.Tensor, list[torch.Tensor | None]] | None = None
+        self._left: tuple[torch.Tensor, dict[int, torch.Tensor]] | None = None
 
     def __deepcopy__(self, _memo: Any) -> Shared:
         return Shared(self._product)
@@ -95,21 +98,14 @@ class Shared:
         """Result of layer `index` for x [..., K]. Each result is given out once; another x computes all anew."""
         # Read once: another thread may run the same model.
         left = self._left
-        if left is not None and left[0] is x and (out := left[1][index]) is not None:
-            left[1][index] = None
-            if all(o is None for o in left[1]):
+        if left is not None and left[0] is x and (found := left[1].pop(index, None)) is not None:
+            if not left[1]:
                 self._left = None
-            return out
-        shape = x.shape[:-1]
-        outs: list[torch.Tensor | None] = [
-            o.view(*shape, o.shape[1]) for o in self._product(x.reshape(-1, x.shape[-1]))
-        ]
-        out = outs[index]
-        outs[index] = None
-        self._left = (x, outs) if len(outs) > 1 else None
-        if out is None:  # for the type checker: just made
-            raise RuntimeError("a product gave no result")
-        return out
+            return found
+        outs = self._product(x)
+        if len(outs) > 1:
+            self._left = (x, {i: out for i, out in enumerate(outs) if i != index})
+        return outs[index]
 
 
 class FastLinear(nn.Module):
@@ -127,10 +123,6 @@ class FastLinear(nn.Module):
         Raises:
             TypeError: x is of another dtype, on another device, or wants a gradient.
         """
-        if x.dtype is not torch.float32 or x.device.type != "cpu" or x.requires_grad:
-            raise TypeError(
-                f"an accelerated layer computes float32 on the CPU without gradients, not {x.dtype} on {x.device}"
-            )
         return self._shared.take(x, self._index)
 
     def extra_repr(self) -> str:
@@ -142,8 +134,8 @@ def accelerate(
 ) -> Report:
     """Swap every float32 nn.Linear on the CPU, the output layer and embeddings tied to it too, in place.
 
-    `weights` "float32" changes no weight (those that are bfloat16 numbers are kept as such, in half the memory);
-    "int8" rounds them, 32 of a row to one scale. Each layer's original is dropped before the next is packed.
+    `weights` "float32" changes no weight, but keeps each matrix in the smallest form that is exact; "int8" rounds those
+    that are wider, 32 of a row to one scale. Each layer's original is dropped before the next is packed.
     `run` computes one output of the model; by default the logits of a few tokens.
 
     Raises:
@@ -203,20 +195,16 @@ class _Swap:
 
     def _pack(self, layer: nn.Linear) -> PackedWeight:
         weight = layer.weight.detach()
-        exact = "bfloat16" if is_bfloat16(weight) else "float32"
-        is_rounded = self._weights == "int8" and weight.numel() >= MIN_INT8_SIZE and bool(weight.isfinite().all())
-        packed = PackedWeight.pack(weight, "int8" if is_rounded else exact)
+        own = packed = PackedWeight.exact(weight)
+        is_wide = packed.format in ("bfloat16", "float32") and weight.numel() >= MIN_INT8_SIZE
+        if self._weights == "int8" and is_wide and weight.isfinite().all():
+            packed = PackedWeight.pack(weight, "int8", can_round=True)
         self._formats[packed.format] += 1
         self._before += weight.nbytes
         self._after += packed.data.nbytes
         tied = [m for m in self._model.modules() if isinstance(m, nn.Embedding) and m.weight is layer.weight]
-        if tied and is_rounded:
-            # Embeddings stay exact.
-            self._before += weight.nbytes
-            own = PackedWeight.pack(weight, exact)
+        if tied and own is not packed:  # embeddings stay exact
             self._after += own.data.nbytes
-        else:
-            own = packed
         for embedding in tied:
             del embedding.weight
             embedding.weight = LazyWeight(own)
@@ -241,7 +229,7 @@ def _is_plain(weight: torch.Tensor) -> bool:
 def _release(model: nn.Module) -> None:
     """Let go of the mapping of the weights' file, of which small parameters may be views, and of freed memory."""
     for parameter in model.parameters():
-        if parameter.untyped_storage().nbytes() > 2 * parameter.nbytes:
+        if parameter.nbytes <= _SMALL_BYTES:
             parameter.data = parameter.data.clone()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps freed memory otherwise
     if trim is not None:

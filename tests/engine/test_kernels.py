@@ -11,14 +11,15 @@ from torch import nn
 from torch.nn import functional
 
 from common.engine import kernel_code, kernels
-from common.engine.kernel_code import STEPS, UNPACK_FROM
-from common.engine.kernel_weights import MIN_PARALLEL, PackedWeight, Product, is_bfloat16
+from common.engine.kernel_code import STEPS
+from common.engine.kernel_product import MIN_PARALLEL, Product
+from common.engine.kernel_weights import GROUP, InexactError, PackedWeight
 from common.engine.kernels import FastLinear, LazyWeight, accelerate
 from common.errors import EngineError
 
 # (K, N): of whole tiles, odd, smaller than one tile, several blocks.
 SHAPES = [(64, 48), (576, 192), (37, 5), (1, 1), (33, 2), (100, 301), (7, 3)]
-NUM_X = [*range(1, 18), UNPACK_FROM - 1, UNPACK_FROM, 67]
+NUM_X = [*range(1, 18), 31, 32, 67]
 FORMATS = list(STEPS)
 
 
@@ -33,8 +34,22 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def bf16_weight(rows: int, cols: int) -> torch.Tensor:
-    return random(rows, cols).bfloat16().float()
+def weight_in(format_: str, rows: int, cols: int) -> torch.Tensor:
+    """Weights that the format holds exactly."""
+    weight = random(rows, cols)
+    if format_ == "float32":
+        return weight
+    if format_ == "bfloat16":
+        return weight.bfloat16().float()
+    groups = -(-cols // GROUP)
+    scale = random(rows, groups, 1, seed=1).abs().half().float() + 2**-6
+    low = random(rows, groups, 1, seed=2).half().float() if cols % GROUP == 0 else 0.0
+    top = 127 if format_ == "int8" else 15
+    levels = (random(rows, groups, GROUP, seed=3) * top).round().clamp(-top if format_ == "int8" else 0, top)
+    levels[..., 0] = top
+    if cols % GROUP != 1:
+        levels[..., 1] = 0
+    return (scale.half().float() * levels + (low if format_ == "int4" else 0.0)).flatten(1)[:, :cols].clone()
 
 
 def product(made: kernel_code.Kernels, weight: torch.Tensor, format_: str, bias: torch.Tensor | None = None) -> Product:
@@ -53,17 +68,17 @@ def close(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torc
 @pytest.mark.parametrize(("cols", "rows"), SHAPES)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_equals_torch(made, format_, cols, rows, has_bias) -> None:
-    weight, bias = bf16_weight(rows, cols), random(rows, seed=1) if has_bias else None
+    weight, bias = weight_in(format_, rows, cols), random(rows, seed=1) if has_bias else None
     packed = PackedWeight.pack(weight, format_)
     multiply = Product(made, [packed], [bias])
     for num_x in NUM_X:
         x = random(num_x, cols, seed=num_x)
-        close(multiply(x)[0], x, packed.dense(), bias)
+        close(multiply(x)[0], x, weight, bias)
 
 
-@pytest.mark.parametrize("format_", ["float32", "bfloat16"])
-def test_float32_is_as_accurate_as_torch(made, format_) -> None:
-    weight, x = bf16_weight(384, 1536), random(16, 1536, seed=1)
+@pytest.mark.parametrize("format_", FORMATS)
+def test_as_accurate_as_torch(made, format_) -> None:
+    weight, x = weight_in(format_, 384, 1536), random(16, 1536, seed=1)
     wanted = functional.linear(x.double(), weight.double())
     ours = (product(made, weight, format_)(x)[0] - wanted).abs().mean()
     theirs = (functional.linear(x, weight) - wanted).abs().mean()
@@ -73,23 +88,37 @@ def test_float32_is_as_accurate_as_torch(made, format_) -> None:
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize(("cols", "rows"), SHAPES)
 def test_a_row_does_not_depend_on_its_company(made, format_, cols, rows) -> None:
-    multiply = product(made, bf16_weight(rows, cols), format_, random(rows))
+    multiply = product(made, weight_in(format_, rows, cols), format_, random(rows))
     x = random(max(NUM_X), cols)
     alone = torch.cat([multiply(row[None])[0] for row in x])
     for num_x in NUM_X:
         assert torch.equal(multiply(x[:num_x])[0], alone[:num_x])
 
 
-def test_bfloat16_and_float32_are_the_same_bits(made) -> None:
-    weight, x = bf16_weight(50, 96), random(40, 96)
-    assert is_bfloat16(weight) and not is_bfloat16(weight + 1e-4)
-    assert torch.equal(product(made, weight, "float32")(x)[0], product(made, weight, "bfloat16")(x)[0])
+@pytest.mark.parametrize("format_", FORMATS)
+def test_the_smallest_exact_format_gives_the_same_bits(made, format_) -> None:
+    weight, x = weight_in(format_, 200, 96), random(40, 96)
+    packed = PackedWeight.exact(weight)
+    assert packed.format == format_
+    assert torch.equal(packed.dense(), weight)
+    assert torch.equal(Product(made, [packed], [None])(x)[0], product(made, weight, "float32")(x)[0])
+    # One weight far from the rows that are tried first changes the choice.
+    weight[-1, -1] *= 1 + 2**-20
+    assert PackedWeight.exact(weight).format == "float32"
+
+
+@pytest.mark.parametrize(("top", "format_"), [(8, "int4"), (16, "int8")])
+def test_other_symmetric_blocks_are_exact_too(top, format_) -> None:
+    levels = (random(96, 64) * top).round().clamp(-top, top - 1)
+    levels.view(96, 2, GROUP)[..., 5] = -top
+    packed = PackedWeight.exact(levels * 0.0123291015625)
+    assert packed.format == format_ and torch.equal(packed.dense(), levels * 0.0123291015625)
 
 
 @pytest.mark.parametrize("num_threads", [2, 3])
 @pytest.mark.parametrize("format_", FORMATS)
 def test_threads_change_nothing(made, format_, num_threads) -> None:
-    multiply = product(made, bf16_weight(700, 576), format_)
+    multiply = product(made, weight_in(format_, 700, 576), format_)
     for num_x in (1, 5, 40):
         assert num_x * 700 * 576 > MIN_PARALLEL
         x = random(num_x, 576)
@@ -116,12 +145,12 @@ def test_several_matrices_in_one_call(made) -> None:
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("num_x", [3, 40])
 def test_nan_and_infinity_propagate(made, format_, num_x) -> None:
-    weight = bf16_weight(10, 40).abs() + 1
-    weight = weight.bfloat16().float()
-    multiply = product(made, weight, format_)
-    x = random(num_x, 40)
+    levels = (random(10, 64).abs() * 5).round().clamp(max=14) + 1
+    levels[:, ::GROUP], levels[:, 1::GROUP] = (127, 1) if format_ == "int8" else (16, 1)
+    multiply = product(made, levels / 4, format_)
+    x = random(num_x, 64)
     clean = multiply(x)[0]
-    x[0, 39], x[1, 3] = torch.nan, -torch.inf
+    x[0, 63], x[1, 3] = torch.nan, -torch.inf
     found = multiply(x)[0]
     assert found[0].isnan().all() and (found[1] == -torch.inf).all()
     assert torch.equal(found[2:], clean[2:])
@@ -131,13 +160,15 @@ def test_nan_and_infinity_propagate(made, format_, num_x) -> None:
 
 @pytest.mark.parametrize("format_", ["float32", "bfloat16"])
 def test_nan_and_infinity_in_the_weights(made, format_) -> None:
-    weight = bf16_weight(8, 24)
+    weight = weight_in("bfloat16", 8, 24)
     weight[2, 5], weight[7, 23] = torch.nan, torch.inf
     found = product(made, weight, format_)(torch.ones(2, 24))[0]
     assert found[:, 2].isnan().all() and (found[:, 7] == torch.inf).all()
     assert found[:, [0, 1, 3, 4, 5, 6]].isfinite().all()
-    with pytest.raises(ValueError, match="not finite"):
-        PackedWeight.pack(weight, "int8")
+    for format_ in ("int8", "int4"):
+        with pytest.raises(InexactError):
+            PackedWeight.pack(weight, format_)
+    assert PackedWeight.exact(weight).format == "bfloat16"
 
 
 def test_inputs_of_any_strides(made) -> None:
@@ -151,19 +182,19 @@ def test_inputs_of_any_strides(made) -> None:
         multiply(wide)
 
 
-def test_pack_refuses_what_it_would_round() -> None:
-    with pytest.raises(ValueError, match="bfloat16"):
-        PackedWeight.pack(torch.full((3, 3), 0.1), "bfloat16")
+@pytest.mark.parametrize("format_", ["bfloat16", "int8", "int4"])
+def test_pack_refuses_what_it_would_round(format_) -> None:
+    with pytest.raises(InexactError, match=format_):
+        PackedWeight.pack(random(3, 32), format_)
 
 
 @pytest.mark.parametrize("format_", FORMATS)
 def test_rows_are_those_of_the_matrix(format_) -> None:
-    weight = bf16_weight(100, 70)
+    weight = weight_in(format_, 100, 70)
     packed = PackedWeight.pack(weight, format_)
     numbers = torch.tensor([99, 0, 3, 3, 50])
     assert torch.equal(packed.rows(numbers), packed.dense()[numbers])
-    if format_ != "int8":
-        assert torch.equal(packed.dense(), weight)
+    assert torch.equal(packed.dense(), weight)
     assert packed.rows(numbers[:0]).shape == (0, 70)
 
 
@@ -173,14 +204,14 @@ def test_int8_error_is_at_most_half_a_level() -> None:
     weight[6, :32] *= 1e-30
     padded = functional.pad(weight, (0, 28)).view(64, 4, 32)
     level = (padded.abs().amax(2) / 127).repeat_interleave(32, 1)[:, :100]
-    dense = PackedWeight.pack(weight, "int8").dense()
+    dense = PackedWeight.pack(weight, "int8", can_round=True).dense()
     assert ((dense - weight).abs() <= level * 0.5001).all()
     relative = (dense - weight).norm() / weight.norm()
     assert relative < 0.006
 
 
 def test_two_threads_at_once(made) -> None:
-    multiply = product(made, bf16_weight(600, 512), "bfloat16")
+    multiply = product(made, weight_in("bfloat16", 600, 512), "bfloat16")
     inputs = [random(n, 512, seed=n) for n in (1, 2, 7, 40)]
     wanted = [multiply(x)[0] for x in inputs]
     wrong: list[int] = []

@@ -1,0 +1,105 @@
+"""Products of one tensor with packed weight matrices: what calls the machine code of kernel_code.py.
+
+Threads are torch's own, as many as `torch.get_num_threads()` says. Knows matrices, no models. Used by kernels.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from common.engine.kernel_code import PLAN, ROWS, SEGMENT, STEPS, UNPACK_FROM, Kernels
+from common.engine.kernel_weights import PackedWeight
+
+SCRATCH_BYTES = 128 << 10  # one block unpacked to float32: stays in a core's second-level cache
+MAX_BLOCK_ROWS = 48
+# Below so many multiplications, waking a second thread costs more than it saves.
+MIN_PARALLEL = 1 << 17
+
+
+class Product:
+    """Products of one x with several matrices of the same format and width, in one call. Safe on several threads."""
+
+    def __init__(
+        self, kernels: Kernels, weights: Sequence[PackedWeight], biases: Sequence[torch.Tensor | None]
+    ) -> None:
+        """`biases` are float32 [num_rows] each.
+
+        Raises:
+            ValueError: the formats or widths differ.
+        """
+        first = weights[0]
+        if any((w.format, w.num_cols) != (first.format, first.num_cols) for w in weights):
+            raise ValueError("matrices of one product have the same format and number of columns")
+        self.weights = tuple(weights)
+        self.num_cols = first.num_cols
+        self.sizes = [w.num_rows for w in weights]
+        self._run = kernels.entries[first.format]
+        self._biases = [
+            torch.zeros(w.num_rows) if bias is None else bias.detach().contiguous()
+            for w, bias in zip(weights, biases, strict=True)
+        ]
+        self._padded = first.data.shape[1] * STEPS[first.format]
+        row_bytes = self._padded * 4
+        block = max(ROWS, min(MAX_BLOCK_ROWS, SCRATCH_BYTES // row_bytes // ROWS * ROWS))
+        self._scratch_bytes = block * row_bytes
+        self._unpack_from = UNPACK_FROM[first.format]
+        counts = [-(-size // block) for size in self.sizes]
+        plan = dict(zip(PLAN, (sum(counts), block, first.data.shape[1], self._scratch_bytes), strict=True))
+        slots = list(plan.values())
+        for weight, bias, count in zip(weights, self._biases, counts, strict=True):
+            values = (weight.data.data_ptr(), bias.data_ptr(), weight.num_rows, count)
+            slots += dict(zip(SEGMENT, values, strict=True)).values()
+        self._plan = (ctypes.c_int64 * len(slots))(*slots)
+        self._plan_at = ctypes.addressof(self._plan)
+        self._total = sum(self.sizes)
+        self._min_parallel = -(-MIN_PARALLEL // (self._total * self._padded))
+
+    def __deepcopy__(self, _memo: Any) -> Product:
+        # Nothing in it changes, and the plan holds addresses.
+        return self
+
+    def __call__(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """x W^T + bias, [..., num_rows] for every matrix; x is float32 [..., K] on the CPU, of any strides.
+
+        Raises:
+            TypeError: x is of another dtype, on another device, or wants a gradient.
+            ValueError: x has another number of columns.
+        """
+        if not (x.dtype is torch.float32 and x.is_cpu) or x.requires_grad:
+            raise TypeError(f"the kernels compute float32 on the CPU without gradients, not {x.dtype} on {x.device}")
+        *shape, cols = x.shape
+        if cols != self.num_cols:
+            raise ValueError(f"x has {cols} columns, the weights have {self.num_cols}")
+        num_x, stride = x.numel() // cols, self._padded
+        if cols != stride:
+            x = functional.pad(x, (0, stride - cols)).contiguous()
+        elif not x.is_contiguous():
+            x = x.contiguous()
+        threads = torch.get_num_threads() if num_x >= self._min_parallel else 1
+        scratch_at = 0
+        if num_x >= self._unpack_from:
+            scratch = torch.empty(threads * self._scratch_bytes, dtype=torch.uint8)
+            scratch_at = scratch.data_ptr()
+        if len(self.sizes) == 1:
+            outs = [torch.empty(*shape, self.sizes[0])]
+        else:
+            outs = _parts(torch.empty(num_x * self._total), shape, self.sizes)
+        if num_x:
+            self._run(self._plan_at, x.data_ptr(), stride, num_x, outs[0].data_ptr(), scratch_at, threads)
+        return outs
+
+
+def _parts(out: torch.Tensor, shape: list[int], sizes: list[int]) -> list[torch.Tensor]:
+    """Consecutive parts of `out`, each contiguous [*shape, size]: one torch call per part."""
+    counts = [math.prod(shape[i:]) for i in range(len(shape) + 1)]
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(out.as_strided((*shape, size), (*(n * size for n in counts[1:]), 1), start))
+        start += counts[0] * size
+    return parts
