@@ -16,7 +16,7 @@ import os
 import queue
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 MAX_QUEUED_LINES = 10_000
@@ -45,7 +45,10 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class TextFormatter(logging.Formatter):
-    """`2025-01-31T12:00:00.123Z info decoded.dispatch peer ready peer=p1`; no time and a priority for journald."""
+    """`2025-01-31T12:00:00.123Z info decoded.dispatch peer ready peer=p1`; no time and a priority for journald.
+
+    Fields that are None or empty are left out.
+    """
 
     def __init__(self, *, is_journal: bool = False) -> None:
         super().__init__()
@@ -53,7 +56,7 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         head = f"<{_PRIORITY.get(record.levelno, 5)}>" if self._is_journal else f"{_timestamp(record)} "
-        pairs = "".join(f" {k}={_text_value(v)}" for k, v in fields_of(record).items())
+        pairs = "".join(f" {k}={_text_value(v)}" for k, v in fields_of(record).items() if v is not None and v != "")
         message = record.getMessage().replace("\n", "\\n")
         line = f"{head}{record.levelname.lower()} {record.name} {message}{pairs}"
         if record.exc_info:
@@ -163,6 +166,28 @@ class LogWriter:
         """Write what is queued and stop the thread. Later records go to the standard library's last resort."""
         logging.getLogger().handlers[:] = []
         self._listener.stop()
+
+
+class Damper:
+    """Lets one line per key through at once and then one per `interval_s`, and counts those held back."""
+
+    MAX_KEYS = 1000
+
+    def __init__(self, interval_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval_s, self._clock = interval_s, clock
+        self._told: dict[str, tuple[float, int]] = {}
+
+    def admit(self, key: str) -> int | None:
+        """How many lines of that key were held back since its last one; None when this one is to be held back too."""
+        now = self._clock()
+        told_at, num_held = self._told.pop(key, (None, 0))
+        if told_at is not None and now - told_at < self._interval_s:
+            self._told[key] = (told_at, num_held + 1)
+            return None
+        while len(self._told) >= self.MAX_KEYS:
+            del self._told[next(iter(self._told))]
+        self._told[key] = (now, 0)
+        return num_held
 
 
 def setup(level: str = "info", form: str = "text", stream: TextIO | None = None) -> LogWriter:

@@ -34,12 +34,12 @@ def test_text_lines_carry_fields(root_logger: None) -> None:
     stream, writer = written()
     log = logging.getLogger("decoded.test")
     with logs.bound(request_id="r1"):
-        log.info("peer %s", "ready", extra={"peer": "p 1", "rtt_s": 0.123456789, "empty": ""})
+        log.info("peer %s", "ready", extra={"peer": "p 1", "rtt_s": 0.123456789, "empty": "", "none": None})
         log.debug("hidden")
     log.warning("two\nlines")
     writer.close()
     first, second = stream.getvalue().splitlines()
-    assert first.endswith('Z info decoded.test peer ready request_id=r1 peer="p 1" rtt_s=0.123457 empty=""')
+    assert first.endswith('Z info decoded.test peer ready request_id=r1 peer="p 1" rtt_s=0.123457')
     assert second.endswith("Z warning decoded.test two\\nlines")
 
 
@@ -140,3 +140,26 @@ def test_under_journald_the_priority_leads(root_logger: None, monkeypatch: pytes
     logging.getLogger("common.x").error("bad")
     writer.close()
     assert stream.getvalue() == "<3>error common.x bad\n"
+
+
+def test_damper_tells_the_first_and_then_one_a_minute_per_key() -> None:
+    now = 0.0
+    damper = logs.Damper(60.0, clock=lambda: now)
+    assert damper.admit("a") == 0
+    assert [damper.admit("a") for _ in range(500)] == [None] * 500
+    assert damper.admit("b") == 0
+    now = 59.9
+    assert damper.admit("a") is None
+    now = 60.0
+    assert [damper.admit("a"), damper.admit("a")] == [501, None]
+    now = 200.0
+    assert damper.admit("a") == 1
+
+
+def test_damper_forgets_the_quietest_when_there_are_too_many_keys() -> None:
+    damper = logs.Damper(60.0, clock=lambda: 0.0)
+    damper.admit("loud")
+    for n in range(3 * damper.MAX_KEYS):
+        damper.admit(f"k{n}")
+        assert damper.admit("loud") is None
+    assert damper.admit("k0") == 0
