@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
+
 
 class PrefillMetrics:
     """All of prefilld's counters, gauges and histograms on one registry."""
@@ -23,6 +25,12 @@ class PrefillMetrics:
             ["code"],
             registry=r,
         )
+        self.link_faults = Counter(
+            "prfaas_link_faults_total",
+            "Open links that closed since the protocol was broken or bytes were damaged on the way, by error code.",
+            ["code"],
+            registry=r,
+        )
         self.prompt_tokens = Counter("prfaas_prompt_tokens_total", "Prompt tokens computed.", registry=r)
         self.chunks = Counter("prfaas_chunks_total", "Chunks computed for remote peers.", registry=r)
         self.segments = Counter("prfaas_segments_total", "Segments handed to the links.", registry=r)
@@ -33,11 +41,21 @@ class PrefillMetrics:
         self.queue_s = Histogram(
             "prfaas_prefill_queue_seconds",
             "Seconds from Prefill to its first chunk; one sample is one request.",
+            buckets=_BUCKETS,
             registry=r,
         )
         self.prefill_s = Histogram(
             "prfaas_prefill_seconds",
             "Seconds spent computing a prompt's chunks; one sample is one request.",
+            buckets=_BUCKETS,
+            registry=r,
+        )
+        self.sessions = Gauge("prfaas_sessions", "decodeds whose control link is open.", registry=r)
+        self.links = Gauge("prfaas_links", "Open links of all sessions, control and data.", registry=r)
+        self.link_bytes = Counter(
+            "prfaas_link_bytes_total",
+            "Bytes over the links of all sessions, frames and handshakes included, in and out.",
+            ["direction"],
             registry=r,
         )
         self.running = Gauge("prfaas_running_requests", "Prefill requests admitted and not finished.", registry=r)

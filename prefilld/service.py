@@ -15,12 +15,14 @@ from common.config import changes, restart_problems
 from common.control import bind_http
 from common.daemon import FakePeer, Handler, version_facts
 from common.errors import ConfigError, EngineDead, PdError
+from common.logs import Damper
 from common.looplag import LoopLag
 from common.metrics import Metrics
 from common.net.server import PrefillServer
 from common.policy.admission import AdmissionController, AdmissionLimits
 from common.release import version
 from common.wire.connection import Closed
+from common.wire.session import StreamRefused
 from common.wiring import check_port, key_problems, link_options, local_end, make_backend, make_trace
 from prefilld.config import PrefillConfig
 from prefilld.fakepeer import FakeDecoded
@@ -59,7 +61,8 @@ class PrefillService:
         self._fake: FakeDecoded | None = None
         self._watch: asyncio.Task[None] | None = None
         self._started_at = time.monotonic()
-        self._refusal_logged_at = 0.0
+        self._refusals = Damper()
+        self._counted_bytes = (0, 0)
 
     async def start(self) -> None:
         """Load the model, then listen. Raises StartupError."""
@@ -70,7 +73,8 @@ class PrefillService:
         await self._backend.start()
         end = local_end(config, "prefill", self._backend.info)
         self._server = PrefillServer(end, link_options(config), self._handler, load=self._load, trace=self._trace)
-        self._server.on_refused = self._on_refused
+        self._server.on_refused, self._server.on_fault = self._on_refused, self._on_fault
+        self._server.on_stream_refused = self._on_stream_refused
         await self._server.start(config.listen.host, config.listen.port)
         app = make_app(readiness=self._readiness, metrics=self._render_metrics, handlers=self.control_handlers())
         self._runner = make_runner(app)
@@ -198,13 +202,24 @@ class PrefillService:
         }
 
     def _on_refused(self, closed: Closed, address: str) -> None:
-        """Somebody knocked and was not let in: counted always, logged at most once a second."""
+        """Somebody knocked and was not let in: counted always, logged at most once a minute for each host."""
         self._prefill_metrics.handshakes_failed.labels(closed.code).inc()
-        now = time.monotonic()
-        if now - self._refusal_logged_at >= 1.0:
-            self._refusal_logged_at = now
-            extra = {"peer": address, "code": closed.code}
+        num_held = self._refusals.admit(address.rpartition(":")[0])
+        if num_held is not None:
+            extra = {"peer": address, "code": closed.code, "num_more_like_it": num_held or None}
             log.warning("connection refused before its handshake was done: %s", closed.error, extra=extra)
+
+    def _on_fault(self, closed: Closed, peer: str) -> None:
+        self._prefill_metrics.link_faults.labels(closed.code).inc()
+        log.warning("link closed: %s", closed.error, extra={"peer": peer, "code": closed.code})
+
+    def _on_stream_refused(self, refused: StreamRefused, peer: str) -> None:
+        """The network layer refused by itself what never reached the handler."""
+        gate, request_id = refused.error.wire_code, refused.prefill.request_id
+        self._prefill_metrics.prefills.labels("refused").inc()
+        self._prefill_metrics.refused.labels(gate).inc()
+        extra = {"peer": peer, "request_id": request_id}
+        log.warning("prefill refused by gate %s: %s", gate, refused.error, extra=extra)
 
     def _set_draining(self, is_draining: bool) -> None:
         self._handler.is_draining = is_draining
@@ -223,6 +238,13 @@ class PrefillService:
         m.running.set(len(self._admission.running))
         m.queued.set(len(self._admission.queue))
         m.queued_tokens.set(self._admission.num_queued_tokens)
+        if self._server is not None:
+            m.sessions.set(self._server.num_sessions)
+            m.links.set(self._server.num_links)
+            traffic, before = self._server.traffic, self._counted_bytes
+            for direction, num, counted in zip(("in", "out"), traffic, before, strict=True):
+                m.link_bytes.labels(direction).inc(max(0, num - counted))
+            self._counted_bytes = traffic
         held = self._backend.stats().state_bytes
         for spec in self._backend.info.layout.states:
             m.state_bytes.labels(spec.kind).set(held.get(spec.kind, 0))

@@ -9,17 +9,20 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Protocol, cast
 
 from common.errors import PdError, PeerError, RemoteProtocolError
+from common.hosts import is_loopback
+from common.net.tcpinfo import tcp_info
 from common.wire.connection import Closed, Connection, Opened, Received
 from common.wire.messages import HelloAck, Message
 from common.wire.outgoing import OutPiece
 
 HIGH_WATER_BYTES = 4 << 20
 _LINGER_S = 1.0
+_MIN_RATE_BYTES = 1 << 20
 
 
 def now() -> float:
@@ -87,6 +90,16 @@ class Link(asyncio.BufferedProtocol):
         """The socket, for TCP_INFO."""
         found = self._transport.get_extra_info("socket") if self._transport is not None else None
         return found if found is not None and found.fileno() >= 0 else None
+
+    @property
+    def delivery_bps(self) -> float | None:
+        """Bits per second at which the kernel last saw our bytes arrive. None before there were enough of them to
+        measure, and on loopback, where it is the speed of memory.
+        """
+        if self.bytes_out < _MIN_RATE_BYTES or is_loopback(self.address.rpartition(":")[0]):
+            return None
+        info = tcp_info(self.socket())
+        return info.delivery_bps if info else None
 
     # ---- asyncio's side
 
@@ -236,3 +249,9 @@ class Link(asyncio.BufferedProtocol):
     def _poll_written(self) -> None:
         self._is_polling = False
         self._check_written()
+
+
+def delivery_bps(links: Iterable[Link]) -> float | None:
+    """The sum over those links that know it."""
+    rates = [rate for link in links if (rate := link.delivery_bps) is not None]
+    return sum(rates) if rates else None

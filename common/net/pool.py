@@ -14,7 +14,7 @@ from common.hosts import is_loopback
 from common.net.codecs import CodecPool
 from common.net.dialer import INCOMPATIBLE_CODES, Dialer, Failure
 from common.net.ends import connection_config
-from common.net.link import Link, now
+from common.net.link import Link, delivery_bps, now
 from common.net.options import (
     LinkOptions,
     LocalEnd,
@@ -26,7 +26,7 @@ from common.net.options import (
 )
 from common.net.remote import RemotePrefill
 from common.net.tcpinfo import tcp_info
-from common.wire.connection import Received
+from common.wire.connection import FAULT_CODES, Received
 from common.wire.frames import Target
 from common.wire.messages import Drain, HelloAck, Piece, Prefill, Status
 from common.wire.session import ClientSession, SegmentArrived, StreamEnded
@@ -41,7 +41,6 @@ __all__ = [
     "TransferProgress",
     "TransferReport",
 ]
-_FAULT_CODES = {"protocol", "too_large", "unknown_frame", "bad_message", "checksum"}
 _MAX_FAULTS, _FAULT_WINDOW_S = 3, 30.0
 _EXPIRE_AGAIN_S = 0.02
 """The loop's clock is coarser than ours, so that the timer may come a moment too early."""
@@ -63,6 +62,8 @@ class PeerClient:
         self.state: PeerState = "connecting"
         self.reason = "not connected yet"
         self.on_state: Callable[[PeerClient], None] | None = None
+        self.on_fault: Callable[[PeerClient, str], None] | None = None
+        """Told the code whenever a link closes since the protocol was broken or bytes were damaged on it."""
         config = connection_config(local, options)
         self._session = ClientSession(config.ack, local.info.layout, options.credit_bytes)
         self._dialer = Dialer(host, port, config, options, self)
@@ -159,7 +160,7 @@ class PeerClient:
             "bytes_in": self._dialer.bytes_in + sum(link.connection.bytes_in for link in self._links()),
             "bytes_out": self._dialer.bytes_out + sum(link.bytes_out for link in self._links()),
             "retransmits": info.num_retransmits if info else None,
-            "delivery_bps": info.delivery_bps if info else None,
+            "delivery_bps": delivery_bps(self._dialer.data.values()),
             "peer_name": peer.name if peer else None,
             "instance_id": peer.instance if peer else None,
             "identity": _identity(peer) if peer else None,
@@ -198,7 +199,7 @@ class PeerClient:
             self._lease = asyncio.get_running_loop().call_later(self._session.lease_s, self._expire)
         if failure.code in INCOMPATIBLE_CODES or failure.code == "closing":
             self._session.fail_all(LinkLost(f"peer {self.name}: {failure.error}"))
-        if failure.code in _FAULT_CODES:
+        if failure.code in FAULT_CODES:
             self._count_fault(at, failure)
         if not failure.is_refused:
             self._refused_at = None
@@ -224,6 +225,11 @@ class PeerClient:
         self._update_state()
         # A stream that was lied to on the link that went has ended: tell whoever waits, and the peer.
         self._flush()
+
+    def dial_fault(self, code: str) -> None:
+        """A link that was open broke the protocol."""
+        if self.on_fault is not None:
+            self.on_fault(self, code)
 
     def link_received(self, link: Link, event: Received) -> None:
         """A complete frame. Raises RemoteProtocolError."""

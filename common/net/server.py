@@ -22,8 +22,10 @@ from common.wire.connection import Closed, Connection, Received
 from common.wire.frames import Target
 from common.wire.handshake import Handshake
 from common.wire.messages import HelloAck, Piece
+from common.wire.session import StreamRefused
 
 __all__ = ["LinkOptions", "LocalEnd", "PeerId", "PrefillServer", "RemoteRequest", "ServerStream"]
+StreamRefusal = Callable[[StreamRefused, str], None]
 _MAX_EARLY_LINKS = 128
 
 
@@ -48,12 +50,17 @@ class PrefillServer:
         self.is_draining = False
         self.on_refused: Callable[[Closed, str], None] | None = None
         """Told of every connection that ends before its handshake is done, with the address it came from."""
+        self.on_fault: Callable[[Closed, str], None] | None = None
+        """Told of every open link that closes since the protocol was broken on it, with the peer's name."""
+        self.on_stream_refused: StreamRefusal | None = None
+        """Told of every Prefill that the network layer refused by itself, with the peer's name."""
         self._config = connection_config(local, options)
         self._codecs = CodecPool(options.codec_threads)
         self._server: asyncio.Server | None = None
         self._early: set[Link] = set()
         self._peers: dict[str, ServerPeer] = {}
         self._links: dict[Link, ServerPeer] = {}
+        self._forgotten = (0, 0)
 
     @property
     def port(self) -> int:
@@ -66,6 +73,22 @@ class PrefillServer:
     def sessions(self) -> list[dict[str, object]]:
         """One dict per client process, for `peers`."""
         return [peer.status() for peer in self._peers.values()]
+
+    @property
+    def num_sessions(self) -> int:
+        """Client processes whose control link is open."""
+        return sum(peer.control is not None for peer in self._peers.values())
+
+    @property
+    def num_links(self) -> int:
+        """Open links of all sessions, control and data."""
+        return sum(len(peer.links) for peer in self._peers.values())
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes in and out over all links of all clients since the start, frames and handshakes included."""
+        totals = [self._forgotten, *(peer.traffic for peer in self._peers.values())]
+        return sum(n for n, _ in totals), sum(n for _, n in totals)
 
     async def start(self, host: str, port: int) -> None:
         """Bind and listen.
@@ -134,6 +157,9 @@ class PrefillServer:
             if is_early and self.on_refused is not None:
                 self.on_refused(closed, link.address)
             return
+        peer.closed(link)
+        if closed.is_fault and self.on_fault is not None:
+            self.on_fault(closed, peer.name)
         if link is peer.control:
             peer.detach(closed.error, has_left=closed.is_remote and closed.code == "closing")
         else:
@@ -173,8 +199,12 @@ class PrefillServer:
     def _new_peer(self) -> ServerPeer:
         info = self.local.info
         peer = ServerPeer(self._config.ack, info.layout, info.vocab_size, self._codecs, self.handler, self.trace)
-        peer.load, peer.on_idle = self.load, self._sweep
+        peer.load, peer.on_idle, peer.on_refused = self.load, self._sweep, self._stream_refused
         return peer
+
+    def _stream_refused(self, event: StreamRefused, peer: str) -> None:
+        if self.on_stream_refused is not None:
+            self.on_stream_refused(event, peer)
 
     def _retire(self, newcomer: HelloAck) -> None:
         """A client of the same name under a new instance id was restarted: its old streams wait for nobody."""
@@ -190,6 +220,8 @@ class PrefillServer:
         for instance, peer in list(self._peers.items()):
             if peer.is_idle:
                 del self._peers[instance]
+                num_in, num_out = peer.traffic
+                self._forgotten = (self._forgotten[0] + num_in, self._forgotten[1] + num_out)
 
 
 def _no_piece(stream_id: int, piece: Piece, num_bytes: int) -> Target:

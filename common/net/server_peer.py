@@ -15,7 +15,7 @@ from math import isfinite
 from common.errors import LinkLost, PdError, PeerEngineFailed, PeerError
 from common.layout import StateLayout
 from common.net.codecs import CodecPool
-from common.net.link import Link, now
+from common.net.link import Link, delivery_bps, now
 from common.net.options import PeerId, Trace
 from common.net.server_stream import ServerStream, StreamPort
 from common.net.tcpinfo import tcp_info
@@ -23,7 +23,7 @@ from common.wire.connection import Received
 from common.wire.messages import Drain, HelloAck, Status
 from common.wire.outgoing import OutPiece, SendStream
 from common.wire.serving import ServerSession
-from common.wire.session import SegmentAcked, StreamEnded, StreamRequested, StreamResumed
+from common.wire.session import SegmentAcked, StreamEnded, StreamRefused, StreamRequested, StreamResumed
 from common.wire.tables import Phase
 
 _EXPIRE_AGAIN_S = 0.02
@@ -52,7 +52,10 @@ class ServerPeer:
         self.data: dict[int, Link] = {}
         self.load: Callable[[], Mapping[str, float]] | None = None
         self.on_idle: Callable[[], None] | None = None
+        self.on_refused: Callable[[StreamRefused, str], None] | None = None
         self._loop = asyncio.get_running_loop()
+        self.bytes_in = self.bytes_out = 0
+        self._attached_at, self._most_links, self._before = 0.0, 0, (0, 0)
         self._streams: dict[SendStream, tuple[ServerStream, asyncio.Task[None]]] = {}
         self._lease: asyncio.TimerHandle | None = None
         self._status: asyncio.TimerHandle | None = None
@@ -61,6 +64,11 @@ class ServerPeer:
     def is_idle(self) -> bool:
         """No link and no stream: nothing to keep."""
         return self.control is None and not self._streams and not self.session.streams
+
+    @property
+    def name(self) -> str:
+        """What the client calls itself; "?" before it did."""
+        return self.session.peer.name if self.session.peer else "?"
 
     # ---- links
 
@@ -73,6 +81,8 @@ class ServerPeer:
         self.control = control
         self.session_id, self.session_key = control.connection.session, control.connection.handshake.session_key
         self.session.attach(peer)
+        self._attached_at, self._most_links, self._before = now(), 1, self.traffic
+        log.info("session begins", extra=self._who(control))
         self.set_draining(is_draining)
         self._send_status()
         self.flush()
@@ -85,6 +95,8 @@ class ServerPeer:
             self.session.drop(LinkLost(f"the client left: {error}"))
         for link in [*self.data.values(), *([control] if control else [])]:
             link.fail(LinkLost("the control link of this session is gone"))
+        if control is not None:
+            self._log_end(control, error, has_left=has_left)
         if self._status is not None:
             self._status.cancel()
         if self.session.streams:
@@ -97,9 +109,15 @@ class ServerPeer:
         if older is not None:
             older.fail(LinkLost("the client opened this data link again"))
         self.data[link.index] = link
+        self._most_links = max(self._most_links, 1 + len(self.data))
         if self.trace is not None:
             link.on_written = self._written
         self.flush()
+
+    def closed(self, link: Link) -> None:
+        """A link is gone, whichever it was: what it carried stays counted."""
+        self.bytes_in += link.connection.bytes_in
+        self.bytes_out += link.bytes_out
 
     def lost_data(self, link: Link) -> None:
         """A data link is gone: what it carried goes over the others."""
@@ -137,6 +155,9 @@ class ServerPeer:
             for event in events:
                 if isinstance(event, StreamRequested):
                     self._start(event.stream)
+                elif isinstance(event, StreamRefused):
+                    if self.on_refused is not None:
+                        self.on_refused(event, self.name)
                 elif isinstance(event, SegmentAcked):
                     self._acked(event)
                 elif isinstance(event, StreamResumed):
@@ -157,10 +178,22 @@ class ServerPeer:
                 if not link.is_writable:
                     links.remove(link)
 
+    @property
+    def links(self) -> list[Link]:
+        """All open links, the control link first."""
+        return [*([self.control] if self.control else []), *self.data.values()]
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes in and out over all links of this client, open and closed."""
+        links = self.links
+        num_in = self.bytes_in + sum(link.connection.bytes_in for link in links)
+        return num_in, self.bytes_out + sum(link.bytes_out for link in links)
+
     def status(self) -> dict[str, object]:
         """What `peers` shows."""
         peer, control = self.session.peer, self.control
-        links = [*([control] if control else []), *self.data.values()]
+        num_in, num_out = self.traffic
         info = tcp_info(next((link.socket() for link in self.data.values()), None))
         return {
             "name": peer.name if peer else "?",
@@ -168,15 +201,36 @@ class ServerPeer:
             "address": control.address if control else "",
             "state": "ready" if control else "detached",
             "numerics": dict(peer.numerics) if peer else {},
-            "num_links": len(links),
+            "num_links": len(self.links),
             "num_streams": len(self._streams),
             "staged_bytes": sum(s.staged_bytes for s in self._streams),
             "rtt_s": control.connection.rtt_s if control else None,
-            "bytes_in": sum(link.connection.bytes_in for link in links),
-            "bytes_out": sum(link.bytes_out for link in links),
+            "bytes_in": num_in,
+            "bytes_out": num_out,
             "retransmits": info.num_retransmits if info else None,
-            "delivery_bps": info.delivery_bps if info else None,
+            "delivery_bps": delivery_bps(self.data.values()),
         }
+
+    def _who(self, control: Link) -> dict[str, object]:
+        peer = self.session.peer
+        return {
+            "peer": peer.name if peer else None,
+            "instance": peer.instance if peer else None,
+            "address": control.address,
+        }
+
+    def _log_end(self, control: Link, error: PdError, *, has_left: bool) -> None:
+        (num_in, num_out), before = self.traffic, self._before
+        facts = {
+            "why": str(error),
+            "seconds": round(now() - self._attached_at, 3),
+            "num_links": self._most_links,
+            "bytes_in": num_in - before[0],
+            "bytes_out": num_out - before[1],
+            "num_streams_left": len(self._streams),
+        }
+        text = "session ends, the client left" if has_left else "session ends"
+        log.info(text, extra=self._who(control) | facts)
 
     # ---- streams
 
