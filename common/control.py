@@ -197,6 +197,15 @@ def http_routes(handlers: Mapping[str, Handler], prefix: str = "/control") -> li
     return [route(verb, handlers[verb]) for verb in READ_ONLY if verb in handlers]
 
 
+def name_server(app: web.Application) -> None:
+    """Have an application's responses say `Server: prfaas`, and nothing of what it is made of."""
+
+    async def name(_: web.Request, response: web.StreamResponse) -> None:
+        response.headers["Server"] = "prfaas"
+
+    app.on_response_prepare.append(name)
+
+
 async def bind_http(runner: web.AppRunner, host: str, port: int, setting: str) -> int:
     """Set an application's runner up and listen; returns the bound port. Raises StartupError naming the setting."""
     from aiohttp import web

@@ -5,6 +5,7 @@ PdError                         code, is_retryable, http_status
 ├─ StartupError                 cannot bind, no weights, tampered model; exit 3
 ├─ InvalidRequest               the client's request is wrong (HTTP 400), names the parameter
 ├─ Overloaded                   refused now, come back later (HTTP 429 / 503 + Retry-After), names gate and setting
+├─ Draining                     this daemon takes nothing new (HTTP 503 + Retry-After)
 ├─ ProtocolError (abstract)     the connection must close
 │  ├─ LocalProtocolError        we tried something illegal: a bug of ours
 │  └─ RemoteProtocolError       the peer did
@@ -85,6 +86,15 @@ class Overloaded(PdError):
         super().__init__(message)
         self.gate, self.value, self.limit, self.setting = gate, value, limit, setting
         self.retry_after_s, self.status = retry_after_s, status
+
+
+class Draining(PdError):
+    """This daemon is about to stop, or was told to take nothing new."""
+
+    code = "draining"
+    http_status = 503
+    is_retryable = True
+    retry_after_s: float = 5.0
 
 
 class ProtocolError(PdError):

@@ -94,13 +94,15 @@ class PromptLogprobs:
 class Timing:
     """The parts of one request's TTFT in seconds, each measured where it happens.
 
-    queue_s: arrival to admission; route_s: deciding; remote_queue_s: Prefill sent until the peer's first chunk starts;
-    prefill_s: computing the prompt (either side); transfer_s: only what was not hidden behind compute; import_s: last
-    verified byte until the sequence may join the batch; first_token_s: joining until the first token is handed out.
+    queue_s: arrival to admission, and the local engine's queue; route_s: deciding; failed_remote_s: attempts at peers
+    that came to nothing; remote_queue_s: Prefill sent until the peer's first chunk starts; prefill_s: computing the
+    prompt (either side); transfer_s: only what was not hidden behind compute; import_s: last verified byte until the
+    sequence may join the batch; first_token_s: joining until the first token is handed out.
     """
 
     queue_s: float = 0.0
     route_s: float = 0.0
+    failed_remote_s: float = 0.0
     remote_queue_s: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
@@ -125,3 +127,4 @@ class RequestReport:
     codec: str | None = None
     timing: Timing = field(default_factory=Timing)
     outcome: str = ""
+    warning: str = ""

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from common.backend import Generation
-from common.errors import NoPeer, Overloaded, PdError, PeerCancelled, PeerError, TransferError
+from common.errors import Draining, NoPeer, Overloaded, PdError, PeerCancelled, PeerError, TransferError
 from common.net.options import TransferReport
 from common.policy.routing import RouteDecision
 from common.request import PromptLogprobs, Request, RequestReport, TokenOutput
@@ -89,8 +89,11 @@ class ActiveRequest:
             outcome = "cancelled"
             raise
         except PdError as e:
-            outcome = "shed" if isinstance(e, Overloaded | NoPeer) else "error"
+            outcome = "shed" if isinstance(e, Overloaded | Draining | NoPeer) else "error"
             self.report.outcome = f"{outcome}: {e}"
+            raise
+        except Exception as e:
+            self.report.outcome = f"error: {e!r}"
             raise
         finally:
             if self._generation is not None:
@@ -160,8 +163,9 @@ class ActiveRequest:
         except (PeerError, TransferError) as e:
             if isinstance(e, PeerCancelled) and self._is_cancelled:
                 return False
-            # The time a failed attempt cost is queueing from the client's point of view.
-            timing.queue_s += _now() - sent_at
+            took_s = self._took(_now() - sent_at)
+            timing.failed_remote_s += took_s
+            self._dispatcher.metrics.failed_remote.labels(peer).observe(took_s)
             self._dispatcher.metrics.offload_failures.labels(peer, type(e).__name__).inc()
             if self._attempt is not None:
                 self._count_bytes(peer, self._attempt.prefill.report)
@@ -174,9 +178,15 @@ class ActiveRequest:
         record_transfer(self.report, transfer, sent_at)
         self._count_bytes(peer, transfer)
         self._joined_at = _now()
+        self._took(self._joined_at - sent_at)
         timing.import_s = self._joined_at - transfer.last_byte_at
         generation.import_done(self.request.num_prompt_tokens - 1)
         return True
+
+    def _took(self, took_s: float) -> float:
+        """What the latest decision cost: seconds until the prompt's state was in place, or until that failed."""
+        self.decisions[-1]["took_s"] = round(took_s, 6)
+        return took_s
 
     def _count_bytes(self, peer: str, transfer: TransferReport) -> None:
         """Bytes crossed whether or not anything came of them."""
@@ -186,6 +196,7 @@ class ActiveRequest:
     def _note(self, decision: RouteDecision) -> None:
         report = self.report
         report.route, report.peer, report.reason = decision.route, decision.peer, decision.reason
+        report.warning = self._dispatcher.peer_warning if decision.route == "remote" else ""
         report.uncached_tokens = max(0, self.request.num_prompt_tokens - 1)
         self.decisions.append(
             {"route": decision.route, "reason": decision.reason, "peer": decision.peer, "terms": decision.terms}
@@ -224,6 +235,7 @@ class ActiveRequest:
         if report.route == "local" and marks.prefill_started_at:
             timing.queue_s += marks.prefill_started_at - self._joined_at
             timing.prefill_s = marks.prefill_ended_at - marks.prefill_started_at
+            self._took(marks.prefill_ended_at - self._joined_at)
             timing.first_token_s = now - marks.prefill_ended_at
         else:
             timing.first_token_s = now - self._joined_at
@@ -239,17 +251,21 @@ class ActiveRequest:
         metrics.requests.labels(route, outcome).inc()
         metrics.prompt_tokens.labels(route).inc(self.request.num_prompt_tokens)
         metrics.output_tokens.inc(self.num_output_tokens)
+        timing = self.report.timing
         facts: dict[str, object] = {
             "request_id": self.request.request_id,
             "route": route,
             "peer": self.report.peer,
             "reason": self.report.reason,
             "outcome": outcome,
+            "why": self.report.outcome.partition(": ")[2],
             "num_prompt_tokens": self.request.num_prompt_tokens,
             "num_output_tokens": self.num_output_tokens,
-            "ttft_s": round(self.report.timing.ttft_s, 3),
+            "failed_remote_s": round(timing.failed_remote_s, 3),
+            "ttft_s": round(timing.ttft_s, 3),
         }
-        log.info("request done", extra=facts)
+        level, text = (logging.WARNING, "request failed") if outcome == "error" else (logging.INFO, "request done")
+        log.log(level, text, extra={key: value for key, value in facts.items() if value or key.startswith("num_")})
         self._dispatcher.forget(self)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from common.backend import Backend, BackendStats
 from common.daemon import version_facts
-from common.errors import InvalidRequest, Overloaded
+from common.errors import Draining, InvalidRequest, Overloaded, PdError
 from common.layout import ModelInfo
 from common.net.pool import PeerClient
 from common.policy.admission import AdmissionController
@@ -63,10 +63,13 @@ class Dispatcher:
         fallback: FallbackBudget,
         settings: DispatchSettings,
         metrics: DecodeMetrics,
+        peer_warning: str = "",
     ) -> None:
+        """`peer_warning` goes into the report of every request that a peer prefills."""
         self.backend, self.peers = backend, peers
         self.admission, self.fallback = admission, fallback
         self.settings, self.metrics = settings, metrics
+        self.peer_warning = peer_warning
         self.is_draining = False
         self.active: dict[str, ActiveRequest] = {}
         self.records: OrderedDict[str, RequestRecord] = OrderedDict()
@@ -87,12 +90,34 @@ class Dispatcher:
         """Admit or queue a request.
 
         Raises:
-            Overloaded: a gate refused it, or this daemon is draining.
+            Overloaded: a gate refused it.
+            Draining: this daemon takes nothing new.
             InvalidRequest: it can never fit.
         """
+        try:
+            is_queued = self._admit(request)
+        except PdError as e:
+            self.count_refused(e)
+            if isinstance(e, Overloaded):
+                log.warning("request shed", extra={"request_id": request.request_id, "gate": e.gate, "why": str(e)})
+            raise
+        active = ActiveRequest(self, request, arrived_at, is_queued=is_queued)
+        self.active[request.request_id] = active
+        self._idle.clear()
+        return active
+
+    def count_refused(self, error: PdError) -> None:
+        """Count a request that ends before it was admitted, here or in the API."""
+        gate = error.gate if isinstance(error, Overloaded) else "draining" if isinstance(error, Draining) else None
+        outcome = "shed" if gate else "invalid" if isinstance(error, InvalidRequest) else "error"
+        if gate:
+            self.metrics.shed.labels(gate).inc()
+        self.metrics.requests.labels("none", outcome).inc()
+
+    def _admit(self, request: Request) -> bool:
+        """True when the request is queued, False when it may run at once."""
         if self.is_draining:
-            self._count_refusal("draining")
-            raise _draining("this server is draining and takes no new requests", len(self.active))
+            raise Draining("this server is draining and takes no new requests (decodectl resume takes work again)")
         if request.request_id in self.active:
             raise InvalidRequest(f"request id {request.request_id!r} is in flight already", "X-Request-Id")
         demand = Demand(
@@ -100,19 +125,7 @@ class Dispatcher:
             request.num_prompt_tokens,
             self.backend.state_bytes(request.state_tokens, request.num_choices),
         )
-        try:
-            is_queued = self.admission.offer(demand) == "queued"
-        except Overloaded as e:
-            self._count_refusal(e.gate)
-            log.warning("request shed", extra={"request_id": request.request_id, "gate": e.gate, "why": str(e)})
-            raise
-        except InvalidRequest:
-            self.metrics.requests.labels("none", "invalid").inc()
-            raise
-        active = ActiveRequest(self, request, arrived_at, is_queued=is_queued)
-        self.active[request.request_id] = active
-        self._idle.clear()
-        return active
+        return self.admission.offer(demand) == "queued"
 
     def forget(self, active: ActiveRequest) -> None:
         """A request ended: free its admission, start who waited, keep its record for `explain`."""
@@ -129,7 +142,7 @@ class Dispatcher:
     def abort_all(self, why: str) -> None:
         """End what is in flight with an error instead of a torn connection."""
         for active in list(self.active.values()):
-            active.abort(_draining(why, len(self.active)))
+            active.abort(Draining(why))
 
     def start_admitted(self) -> None:
         """Let those run who fit now (after the limits were raised)."""
@@ -205,10 +218,6 @@ class Dispatcher:
         oldest = min(a.arrived_at for a in self.active.values())
         return time.monotonic() - max(oldest, self.last_output_at, stats.last_progress_at)
 
-    def _count_refusal(self, gate: str) -> None:
-        self.metrics.shed.labels(gate).inc()
-        self.metrics.requests.labels("none", "shed").inc()
-
 
 def peer_view(client: PeerClient) -> PeerView:
     """The router's view of one peer."""
@@ -216,7 +225,3 @@ def peer_view(client: PeerClient) -> PeerView:
     why_not = "" if is_usable else f"{client.state}: {client.reason}"
     num_queued_tokens = int(client.load.get("num_queued_tokens", 0))
     return PeerView(client.name, is_usable, why_not, client.num_streams, num_queued_tokens)
-
-
-def _draining(why: str, num_active: int) -> Overloaded:
-    return Overloaded(why, gate="draining", value=num_active, limit=0, setting="decodectl resume", retry_after_s=5.0)

@@ -1,20 +1,21 @@
 """`decoded --fake-peer RATE,RTT`: a pretended prefilld in this process behind an emulated link, to bench decoded alone.
 
 It speaks the real protocol over a real loopback socket and sends state of the right shape at the link's speed. The
-state is noise (which no codec shrinks), so the tokens made from it mean nothing.
+state is made of small random numbers in the layout's dtypes: valid for any engine, about as compressible as real state,
+and without meaning, like the tokens made from it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import random
 import time
 from collections.abc import Iterator
-from functools import cache
+
+import numpy as np
 
 from common.backend import ComputedSegment
 from common.daemon import FakePeer
-from common.layout import StateLayout
+from common.layout import DTYPE_BYTES, StateLayout, StateSpec
 from common.net.options import LocalEnd
 from common.net.relay import Relay
 from common.net.server import PrefillServer, ServerStream
@@ -22,13 +23,14 @@ from common.wiring import link_options
 from decoded.config import DecodeConfig, PeerConfig
 
 _ROWS = 256
+WARNING = "--fake-peer: the state of remote prompts is made up, the tokens made from it mean nothing"
 
 
 class FakePrefilld:
     """A PrefillServer that computes nothing, behind a relay."""
 
     def __init__(self, config: DecodeConfig, end: LocalEnd, link: FakePeer) -> None:
-        self._layout = end.info.layout
+        self._state = MadeUpState(end.info.layout)
         end = dataclasses.replace(end, role="prefill", name="fake-peer", instance_id=f"fake-{end.instance_id}")
         self._server = PrefillServer(end, link_options(config), self._serve)
         self._link = link
@@ -50,22 +52,43 @@ class FakePrefilld:
         num_tokens = len(stream.request.tokens)
         await stream.accept()
         await stream.started(time.monotonic())
-        for segment in noise_segments(self._layout, stream.request.start, num_tokens):
+        for segment in self._state.segments(stream.request.start, num_tokens):
             await stream.send_segment(segment)
             await stream.wait_staged_below(64 << 20)
         await stream.progress(num_tokens)
         await stream.complete(num_tokens, prefill_s=0.0)
 
 
-def noise_segments(layout: StateLayout, start: int, stop: int) -> Iterator[ComputedSegment]:
-    """Segments of one layer and at most 256 rows each that cover everything a receiver of [start, stop) needs."""
-    for layer, (first, last) in layout.required_segments(start, stop).items():
-        for row in range(first, last, _ROWS):
-            end = min(row + _ROWS, last)
-            size = layout.segment_bytes(row, end, (layer,))
-            yield ComputedSegment(row, end, (layer,), (_noise(size),), time.monotonic())
+class MadeUpState:
+    """State of a layout that no model computed: the same few numbers again and again, all finite."""
+
+    def __init__(self, layout: StateLayout) -> None:
+        self._layout = layout
+        sizes: dict[str, int] = {}
+        for spec in layout.states:
+            for tensor in spec.tensors:
+                num_bytes = tensor.row_bytes * _num_rows(spec, _ROWS)
+                sizes[tensor.dtype] = max(num_bytes, sizes.get(tensor.dtype, 0))
+        self._numbers = {dtype: _numbers(dtype, num_bytes) for dtype, num_bytes in sizes.items()}
+
+    def segments(self, start: int, stop: int) -> Iterator[ComputedSegment]:
+        """Segments of one layer and at most 256 rows each that cover everything a receiver of [start, stop) needs."""
+        for layer, (first, last) in self._layout.required_segments(start, stop).items():
+            spec = self._layout.states[layer]
+            for row in range(first, last, _ROWS):
+                end = min(row + _ROWS, last)
+                num_rows = _num_rows(spec, end - row)
+                buffers = tuple(self._numbers[t.dtype][: t.row_bytes * num_rows] for t in spec.tensors)
+                yield ComputedSegment(row, end, (layer,), buffers, time.monotonic())
 
 
-@cache
-def _noise(num_bytes: int) -> memoryview:
-    return memoryview(random.Random(0).randbytes(num_bytes))
+def _num_rows(spec: StateSpec, num_tokens: int) -> int:
+    return num_tokens if spec.is_rows else 1
+
+
+def _numbers(dtype: str, num_bytes: int) -> memoryview:
+    """So many bytes of small numbers around zero, of one of the dtypes a layout may have."""
+    numbers = np.random.default_rng(0).standard_normal(-(-num_bytes // DTYPE_BYTES[dtype]), np.float32) / 8
+    if dtype == "bfloat16":
+        return memoryview((numbers.view(np.uint32) >> 16).astype("<u2").tobytes())
+    return memoryview(np.abs(numbers).astype(dtype).tobytes() if dtype == "uint8" else numbers.astype(dtype).tobytes())

@@ -15,7 +15,8 @@ class DecodeMetrics:
         r = registry
         self.requests = Counter(
             "prfaas_requests_total",
-            "Finished requests; one sample is one prompt, one outcome (ok, cancelled, shed, invalid, error).",
+            "Finished requests; one sample is one prompt, one outcome (ok, cancelled, shed, invalid, error). One that"
+            " was refused before its prompts were known (invalid, or shed by a gate for bodies) is one sample.",
             ["route", "outcome"],
             registry=r,
         )
@@ -43,6 +44,13 @@ class DecodeMetrics:
             "prfaas_itl_seconds",
             "Seconds between two output tokens of one choice; one sample is one gap.",
             buckets=_ITL_BUCKETS,
+            registry=r,
+        )
+        self.failed_remote = Histogram(
+            "prfaas_failed_remote_seconds",
+            "Seconds spent on a remote prefill that did not deliver; one sample is one attempt.",
+            ["peer"],
+            buckets=_TTFT_BUCKETS,
             registry=r,
         )
         self.prompt_tokens = Counter("prfaas_prompt_tokens_total", "Prompt tokens by route.", ["route"], registry=r)

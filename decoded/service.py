@@ -28,7 +28,7 @@ from decoded.api.auth import KeyRing
 from decoded.api.contract import ApiSettings
 from decoded.config import DecodeConfig
 from decoded.dispatch import Dispatcher, DispatchSettings
-from decoded.fakepeer import FakePrefilld
+from decoded.fakepeer import WARNING, FakePrefilld
 from decoded.metrics import DecodeMetrics
 from decoded.peers import PeerSet
 from decoded.tokenizer import Tokenizer
@@ -45,6 +45,7 @@ class DecodeService:
 
     def __init__(self, config: DecodeConfig, fake_peer: FakePeer | None = None) -> None:
         self.config, self._fake_peer = config, fake_peer
+        self.warning = "" if fake_peer is None else WARNING
         self.metrics = Metrics("decoded", version())
         self.decode_metrics = DecodeMetrics(self.metrics.registry)
         self._loop_lag = LoopLag(self.metrics)
@@ -71,6 +72,8 @@ class DecodeService:
         log.info("loading the model", extra={"path": str(config.model.path or "fake")})
         await self.backend.start()
         self.tokenizer = await asyncio.to_thread(_load_tokenizer, config)
+        if not self.tokenizer.has_chat_template:
+            log.info("/v1/chat/completions is not available: the model has no chat template")
         policy = config.peer_policy.require_same_numerics
         end = local_end(config, "decode", self.backend.info, require_same_numerics=policy)
         self.peers = PeerSet(end, config, self.decode_metrics, self.trace)
@@ -171,6 +174,7 @@ class DecodeService:
             fallback=fallback,
             settings=_settings(config),
             metrics=self.decode_metrics,
+            peer_warning=self.warning,
         )
 
     async def _start_peers(self, end: LocalEnd) -> None:
@@ -179,6 +183,7 @@ class DecodeService:
         if self._fake_peer is not None:
             self._fake = FakePrefilld(self.config, end, self._fake_peer)
             peers = (await self._fake.start(),)
+            log.warning(WARNING)
         await self.peers.update(peers)
         await self.peers.wait_warm(_WARM_UP_S)
         for client in self.peers.clients():
@@ -195,6 +200,7 @@ class DecodeService:
             max_bulk_bodies=http.max_bulk_bodies,
             sse_comment_s=http.sse_comment,
             allow_route_override=http.allow_route_override,
+            warning=self.warning,
             api_keys=read_lines(http.api_key_file) if http.api_key_file is not None else (),
         )
         app = make_app(self.dispatcher, self.tokenizer, settings, self.metrics.registry)

@@ -104,6 +104,7 @@ def status_facts(service: DecodeService) -> dict[str, Any]:
     """What `decodectl status` shows."""
     dispatcher, stats, info = service.dispatcher, service.backend.stats(), service.backend.info
     is_ready, why = dispatcher.readiness()
+    has_chat = service.tokenizer.has_chat_template
     state = "ready"
     if dispatcher.is_draining:
         state = "draining" if dispatcher.active else "drained"
@@ -114,8 +115,9 @@ def status_facts(service: DecodeService) -> dict[str, Any]:
         "state": state,
         "is_ready": is_ready,
         "why": why,
+        **({"warning": service.warning} if service.warning else {}),
         "uptime_s": round(time.monotonic() - service.started_at, 3),
-        "model": {"name": info.name, "weights": info.weights_digest[:16], **info.numerics},
+        "model": {"name": info.name, "weights": info.weights_digest[:16], **info.numerics, "chat": has_chat},
         "routing": {
             "mode": dispatcher.settings.mode,
             "threshold_tokens": number(dispatcher.settings.threshold_tokens),

@@ -6,8 +6,9 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
-from common.control import http_routes, json_response
+from common.control import http_routes, json_response, name_server
 from common.daemon import Handler
+from common.errors import Draining
 from common.metrics import CONTENT_TYPE
 
 
@@ -22,7 +23,8 @@ def make_app(
     async def readyz(_: web.Request) -> web.Response:
         is_ready, reason = readiness()
         body = {"is_ready": is_ready, "why": reason}
-        return json_response(body, status=200 if is_ready else 503)
+        headers = {} if is_ready else {"Retry-After": f"{Draining.retry_after_s:.0f}"}
+        return json_response(body, status=200 if is_ready else 503, headers=headers)
 
     async def metrics_text(_: web.Request) -> web.Response:
         return web.Response(body=metrics(), headers={"Content-Type": CONTENT_TYPE})
@@ -31,6 +33,7 @@ def make_app(
         return json_response(await handlers["version"]({}))
 
     app = web.Application(middlewares=[_answer_errors])
+    name_server(app)
     app.router.add_get("/livez", livez)
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/metrics", metrics_text)

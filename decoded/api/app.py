@@ -14,19 +14,22 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from common.errors import PdError
+from common.control import name_server
+from common.errors import Draining, PdError
 from decoded.api.auth import REQUEST_ID, TENANT, KeyRing, read_request_id
 from decoded.api.bulk import Preparer
 from decoded.api.contract import ApiSettings, Dispatcher
 from decoded.api.errors import RequestRefused, error_body, error_headers, http_status
-from decoded.api.generate import Generator
+from decoded.api.generate import SUBMITTED, Generator
 from decoded.api.shapes import dumps
+from decoded.api.stream import SERVED
 from decoded.tokenizer import Tokenizer
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 KEY_RING = web.AppKey("key_ring", KeyRing)
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
+GENERATING = ("/v1/completions", "/v1/chat/completions")
 _CLIENT_LEFT = 499
 
 
@@ -43,15 +46,18 @@ def make_app(
     keys = KeyRing(settings.api_keys)
     app = web.Application(
         client_max_size=settings.max_body_bytes,
-        middlewares=[_count(counter), _answer_errors(settings), _identify(keys)],
+        middlewares=[_count(counter), _answer_errors(settings, dispatcher), _identify(keys)],
     )
     app[KEY_RING] = keys
+    name_server(app)
+    if settings.warning:
+        app.on_response_prepare.append(_warn(settings.warning))
     preparer = Preparer(tokenizer, settings)
     app.on_cleanup.append(lambda _: preparer.close())
     generator = Generator(dispatcher, tokenizer, settings, preparer)
-    pages = _Pages(dispatcher, registry)
-    app.router.add_post("/v1/completions", generator.completions)
-    app.router.add_post("/v1/chat/completions", generator.chat)
+    pages = _Pages(dispatcher, registry, has_chat=tokenizer.has_chat_template)
+    for path, handler in zip(GENERATING, (generator.completions, generator.chat), strict=True):
+        app.router.add_post(path, handler)
     app.router.add_get("/v1/models", pages.models)
     app.router.add_get("/v1/models/{model:.+}", pages.model)
     app.router.add_get("/livez", pages.livez)
@@ -69,8 +75,8 @@ def make_runner(app: web.Application, **options: Any) -> web.AppRunner:
 class _Pages:
     """The read-only endpoints."""
 
-    def __init__(self, dispatcher: Dispatcher, registry: CollectorRegistry) -> None:
-        self._dispatcher, self._registry = dispatcher, registry
+    def __init__(self, dispatcher: Dispatcher, registry: CollectorRegistry, *, has_chat: bool) -> None:
+        self._dispatcher, self._registry, self._has_chat = dispatcher, registry, has_chat
         self._created = int(time.time())
 
     async def models(self, _: web.Request) -> web.Response:
@@ -88,7 +94,8 @@ class _Pages:
     async def readyz(self, _: web.Request) -> web.Response:
         is_ready, reason = self._dispatcher.readiness()
         body = {"is_ready": is_ready, "why": reason}
-        return _json(body) if is_ready else _json(body, status=503, headers={"Retry-After": "1"})
+        headers = error_headers(Draining(reason))  # comes back as late as the API says
+        return _json(body) if is_ready else _json(body, status=503, headers=headers)
 
     async def metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -104,6 +111,7 @@ class _Pages:
             "created": self._created,
             "owned_by": "prfaas",
             "max_model_len": info.max_context,
+            "chat": self._has_chat,
         }
 
 
@@ -119,12 +127,13 @@ def _count(counter: Counter) -> Any:
             status = 500
             raise
         finally:
-            counter.labels(_route(request), str(status)).inc()
+            # Clients close as soon as they have read the last event, which may cancel us a moment before our end.
+            counter.labels(_route(request), str(200 if request.get(SERVED) else status)).inc()
 
     return middleware
 
 
-def _answer_errors(settings: ApiSettings) -> Any:
+def _answer_errors(settings: ApiSettings, dispatcher: Dispatcher) -> Any:
     """Every refusal and failure in OpenAI's JSON, with the request id."""
 
     @web.middleware
@@ -132,6 +141,9 @@ def _answer_errors(settings: ApiSettings) -> Any:
         try:
             response = await handler(request)
         except PdError as error:
+            is_prompt = _route(request) in GENERATING and http_status(error) != 401
+            if is_prompt and not request.get(SUBMITTED):
+                dispatcher.count_refused(error)
             response = _error(error)
         except web.HTTPException as error:
             response = _error(_from_aiohttp(error, request, settings), error.headers.get("Allow"))
@@ -141,6 +153,14 @@ def _answer_errors(settings: ApiSettings) -> Any:
         return response
 
     return middleware
+
+
+def _warn(text: str) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    async def add(request: web.Request, response: web.StreamResponse) -> None:
+        if _route(request) in GENERATING:
+            response.headers["X-Prfaas-Warning"] = text
+
+    return add
 
 
 def _identify(keys: KeyRing) -> Any:

@@ -227,7 +227,11 @@ def _too_large(settings: ApiSettings) -> RequestRefused:
 
 def _check_content_type(request: web.Request) -> None:
     charset = (request.charset or "utf-8").lower()
-    if request.content_type != "application/json" or charset not in ("utf-8", "utf8", "us-ascii"):
+    is_json = request.content_type == "application/json"
+    # What `curl -d` says, or nothing at all, is taken for JSON. Not from a browser, which posts such bodies to other
+    # sites without asking anybody and always says where they come from.
+    is_plain = "Content-Type" not in request.headers or request.content_type == "application/x-www-form-urlencoded"
+    if not (is_json or (is_plain and "Origin" not in request.headers)) or charset not in ("utf-8", "utf8", "us-ascii"):
         shown = request.headers.get("Content-Type", "none")[:80]
         raise RequestRefused(
             f"The content type is {shown!r}; it must be application/json in UTF-8.",

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from common.errors import PdError
 from common.layout import ModelInfo
 from common.request import PromptLogprobs, Request, RequestReport, TokenOutput
 
@@ -19,7 +20,8 @@ class ApiSettings:
     """What the operator can set about the API.
 
     `api_keys` empty means no authentication. `max_prompts` bounds prompts x choices of one HTTP request.
-    `bulk_body_bytes` is the body size from which parsing and tokenising leave this process.
+    `bulk_body_bytes` is the body size from which parsing and tokenising leave this process. `warning`, when there is
+    one, is a header of every answer.
     """
 
     default_max_tokens: int = 2048
@@ -31,6 +33,7 @@ class ApiSettings:
     bulk_body_bytes: int = 512 << 10
     max_bulk_bodies: int = 8
     body_timeout_s: float = 120.0
+    warning: str = ""
 
 
 class ActiveRequest(Protocol):
@@ -55,9 +58,12 @@ class Dispatcher(Protocol):
         """Admit or queue. `arrived_at` is the monotonic instant at which the HTTP request arrived.
 
         Raises:
-            Overloaded: refused now.
+            Overloaded, Draining: refused now.
             InvalidRequest: it can never be served.
         """
+
+    def count_refused(self, error: PdError) -> None:
+        """An HTTP request ended with that error before any of its prompts was submitted."""
 
     def readiness(self) -> tuple[bool, str]:
         """Whether new requests can be served, and why not."""

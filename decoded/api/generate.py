@@ -26,6 +26,8 @@ from decoded.api.shapes import Head, Shape, prfaas_object
 from decoded.api.stream import ClientWatch, EventStream
 from decoded.tokenizer import Tokenizer
 
+SUBMITTED = web.RequestKey("submitted", bool)
+"""Set once the dispatcher has the prompts: from then on it counts what becomes of them."""
 _MAX_INLINE_ENTRIES = 256
 
 
@@ -74,6 +76,7 @@ class Generator:
         requests = self._requests(asked, prepared, limits)
         ids = {r.request_id for r in requests}
         self._in_flight |= ids
+        request[SUBMITTED] = True
         try:
             active = self._submit(requests, asked.arrived_at)
             async with Fanout(prepared, active, self._tokenizer) as fanout:

@@ -92,6 +92,7 @@ def spell_logprob(value: float) -> float:
 
 
 def _report_object(report: RequestReport) -> dict[str, Any]:
+    warning = {"warning": report.warning} if report.warning else {}
     return {
         "request_id": report.request_id,
         "route": report.route,
@@ -104,4 +105,5 @@ def _report_object(report: RequestReport) -> dict[str, Any]:
         "raw_bytes": report.raw_bytes,
         "codec": report.codec,
         "timing": {name: round(value, 6) for name, value in asdict(report.timing).items()},
+        **warning,
     }

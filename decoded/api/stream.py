@@ -17,6 +17,8 @@ from decoded.api.shapes import Shape, event, prfaas_object
 
 COMMENT = b": waiting\n\n"
 DONE = b"data: [DONE]\n\n"
+SERVED = web.RequestKey("served", bool)
+"""Set once the last event was handed to the transport: a client that closes from then on has got its answer."""
 _WATCH_S = 0.25
 _MAX_ENTRIES = 256  # log probabilities in one event: more would hold up the other streams
 
@@ -104,10 +106,10 @@ class EventStream:
             payload += self._ending()
         elif not payload and self._loop.time() - self._written_at >= self._comment_s:
             payload = COMMENT
-        if payload:
-            await self._write(payload)
         if is_end:
-            await self._response.write_eof()
+            await self._write_last(payload)
+        elif payload:
+            await self._write(payload)
         return is_end
 
     def _events(self, is_done: bool) -> tuple[bytes, bool]:
@@ -143,7 +145,20 @@ class EventStream:
         return prfaas_object(self._fanout.reports, self._fanout.prepared.is_list) if self._wants_timing else None
 
     async def _write(self, payload: bytes) -> None:
-        if not self._response.prepared:
-            await self._response.prepare(self._request)
+        await self._prepare()
         await self._response.write(payload)
         self._written_at = self._loop.time()
+
+    async def _write_last(self, payload: bytes) -> None:
+        await self._prepare()
+        # The transport takes it at once; a cancellation can only come while we wait for it to leave.
+        self._request[SERVED] = True
+        try:
+            await self._response.write_eof(payload)
+        except ConnectionError:
+            self._request[SERVED] = False
+            raise
+
+    async def _prepare(self) -> None:
+        if not self._response.prepared:
+            await self._response.prepare(self._request)

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from common.errors import PdError
 from common.layout import ModelInfo, StateLayout
 from common.request import PromptLogprobs, Request, RequestReport, Timing, TokenLogprob, TokenOutput
 from decoded.api.app import make_app, make_runner
@@ -68,6 +69,7 @@ class FakeDispatcher:
     num_cached: int = 0
     is_ready: tuple[bool, str] = (True, "ready")
     submitted: list[FakeActive] = field(default_factory=list)
+    refused: list[PdError] = field(default_factory=list)
     arrived_at: float = 0.0
 
     def submit(self, request: Request, *, arrived_at: float) -> FakeActive:
@@ -79,6 +81,9 @@ class FakeDispatcher:
         active = FakeActive(self, request)
         self.submitted.append(active)
         return active
+
+    def count_refused(self, error: PdError) -> None:
+        self.refused.append(error)
 
     def readiness(self) -> tuple[bool, str]:
         return self.is_ready
