@@ -122,7 +122,8 @@ def make_parser(program: Program[Any]) -> argparse.ArgumentParser:
         "--fake-peer",
         type=parse_fake_peer,
         metavar="RATE,RTT",
-        help='run alone: pretend a peer behind a link, for example "50Mbit/s,40ms" (no peer is contacted)',
+        help='run alone: pretend a peer behind a link, for example "50Mbit/s,40ms" (no peer is contacted; the state it'
+        " sends to decoded is made up, so the tokens mean nothing)",
     )
     add("--version", action="version", version=f"{program.name} {version()}")
     return parser

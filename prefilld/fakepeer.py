@@ -51,11 +51,13 @@ class FakeDecoded:
         self._end, self._options = end, link_options(config)
         self._client: PeerClient | None = None
         self._task: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
 
     async def start(self) -> None:
         """Connect and begin to ask."""
         port = await self._relay.start()
         self._client = PeerClient("self", "127.0.0.1", port, local=self._end, options=self._options)
+        self._client.on_state = lambda _: self._changed.set()
         await self._client.start()
         self._task = asyncio.create_task(self._ask_for_ever(self._client))
 
@@ -67,10 +69,16 @@ class FakeDecoded:
             await self._client.close()
         await self._relay.close()
 
+    async def _wait_ready(self, client: PeerClient) -> None:
+        while client.state != "ready":
+            self._changed.clear()
+            await self._changed.wait()
+
     async def _ask_for_ever(self, client: PeerClient) -> None:
         rng = random.Random(0)
         number = 0
         while True:
+            await self._wait_ready(client)
             number += 1
             length = min(rng.randint(*_PROMPT_TOKENS), self._info.max_context - 1)
             tokens = [rng.randrange(self._info.vocab_size) for _ in range(length)]

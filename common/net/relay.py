@@ -38,7 +38,7 @@ class Relay:
 
     async def start(self) -> int:
         """Start listening; returns the port."""
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=_READ_BYTES)
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, limit=_READ_BYTES)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
@@ -49,11 +49,13 @@ class Relay:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        if task is not None:
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # No coroutine: asyncio would watch it, and report its cancellation as an error.
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             far_reader, far_writer = await asyncio.open_connection(*self._target, limit=_READ_BYTES)
         except OSError:

@@ -28,3 +28,27 @@ async def test_relay_forwards_at_no_more_than_its_rate_and_closes():
     writer.close()
     await relay.close()
     server.close()
+
+
+async def test_closing_with_open_connections_is_no_error():
+    gone = asyncio.Event()
+
+    async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(-1)
+        gone.set()
+        writer.close()
+
+    errors: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    server = await asyncio.start_server(hold, "127.0.0.1", 0)
+    relay = Relay("127.0.0.1", server.sockets[0].getsockname()[1], rate_bps=1e9, rtt_s=0.0)
+    port = await relay.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"x")
+    await asyncio.sleep(0.05)
+    await relay.close()
+    assert await reader.read(-1) == b""
+    await asyncio.wait_for(gone.wait(), 5)
+    writer.close()
+    server.close()
+    assert errors == []
