@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster import Cluster, prfaas_home, running_cluster
+from common.request import Timing
 
 _SHORT = "In one sentence, why is the sky blue?"
 _QUESTION = "\n\nIn one sentence, what is the text above about?"
-_PARTS = ("queue_s", "route_s", "remote_queue_s", "prefill_s", "transfer_s", "import_s", "first_token_s")
+_PARTS = tuple(part.name for part in fields(Timing) if part.name != "ttft_s")
 
 
 def long_text(num_words: int = 1500) -> str:
