@@ -20,7 +20,10 @@ def show(value: Any) -> str:
     if isinstance(value, (list, dict, str)) and len(value) > _MAX_SHOWN:
         kind = {str: "string", list: "list", dict: "object"}[type(value)]
         return f"a {kind} of {len(value)} {'characters' if kind == 'string' else 'entries'}"
-    text = json.dumps(value, ensure_ascii=True)
+    try:
+        text = json.dumps(value, ensure_ascii=True)
+    except RecursionError:  # what could just be parsed may be too deep for being written from here
+        return "nested too deeply"
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 

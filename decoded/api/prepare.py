@@ -35,6 +35,13 @@ def prepare(kind: Kind, body: bytes, limits: Limits, tokenizer: Tokenizer) -> Pr
     Raises:
         InvalidRequest: the body or a parameter is wrong.
     """
+    try:
+        return _prepare(kind, body, limits, tokenizer)
+    except RecursionError as error:  # how deep is too deep depends on who looks at the values
+        raise _too_deep() from error
+
+
+def _prepare(kind: Kind, body: bytes, limits: Limits, tokenizer: Tokenizer) -> Prepared:
     rest = parse_json_object(body)
     name = _PROMPT_FIELD[kind]
     value = rest.pop(name, None)
@@ -68,12 +75,16 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise RequestRefused(f"The body is not valid UTF-8 at byte {error.start}.", None, "invalid_json") from error
     except RecursionError as error:
-        raise RequestRefused("The body is nested too deeply.", None, "invalid_json") from error
+        raise _too_deep() from error
     except ValueError as error:
         raise RequestRefused(f"The body is not valid JSON: {error}", None, "invalid_json") from error
     if not isinstance(value, dict):
         raise RequestRefused(f"The body is {show(value)}; it must be a JSON object.", None, "invalid_json")
     return value
+
+
+def _too_deep() -> RequestRefused:
+    return RequestRefused("The body is nested too deeply.", None, "invalid_json")
 
 
 def _no_constant(name: str) -> NoReturn:

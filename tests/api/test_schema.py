@@ -341,3 +341,23 @@ def test_fuzzed_body(kind, body):
 def test_fuzzed_bytes(body):
     with pytest.raises(InvalidRequest):
         prepare("completions", body, LIMITS, TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        '{"prompt": %s}',
+        '{"prompt": [1, %s]}',
+        '{"prompt": "a", "model": %s}',
+        '{"prompt": "a", "stop": %s}',
+        '{"prompt": "a", "logit_bias": {"1": %s}}',
+        '{"prompt": "a", "response_format": {"type": %s}}',
+        '{"prompt": "a", "stream": true, "stream_options": {"include_usage": %s}}',
+    ],
+)
+def test_nesting_around_what_the_parser_takes_is_refused_like_any_other(form):
+    """There is a depth that is parsed, and is too deep for whoever describes the value in the error."""
+    for depth in range(800, 1010):
+        body = (form % ("[" * depth + "]" * depth)).encode()
+        with pytest.raises(InvalidRequest):
+            prepare("completions", body, LIMITS, TOKENIZER)
