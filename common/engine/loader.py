@@ -63,9 +63,9 @@ def directory_problems(path: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def load_model(
-    path: Path, *, device: str = "cpu", dtype: str = "float32", attn_implementation: str = "sdpa"
+    path: Path, *, device: str = "cpu", dtype: str = "float32", attn_implementation: str | None = None
 ) -> LoadedModel:
-    """Verify and load `path`. `attn_implementation` may be a name registered with transformers' AttentionInterface.
+    """Verify and load `path`. `attn_implementation`: a name that transformers knows; None: its best for this model.
 
     Raises StartupError when the directory is damaged, the device does not exist, or the weights do not fit the config.
     """
@@ -87,7 +87,7 @@ def load_model(
     )
 
 
-def _load_weights(path: Path, dtype: torch.dtype, attn_implementation: str) -> Any:
+def _load_weights(path: Path, dtype: torch.dtype, attn_implementation: str | None) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
