@@ -18,7 +18,7 @@ ALL_MARKS := $(shell [ "$$(id -u)" = 0 ] && [ -c /dev/net/tun ] || echo 'not wan
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model models demo test test-all check bench bench-engine bench-lag clean
+.PHONY: help setup model models tiny-hybrid demo test test-all check bench bench-engine bench-lag clean
 
 help: ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ model: setup ## fetch and import a model once (MODEL=smollm2-135m-instruct | gem
 
 models: setup
 	@$(BIN)/python -m common.engine.fetch smollm2-135m-instruct gemma3-270m
+
+tiny-hybrid: setup ## train the tiny KDA + MLA model of the tests into PRFAAS_HOME, once (15 minutes)
+	@$(BIN)/python -m benchmarks.tiny_hybrid.train $(ARGS)
 
 demo: model ## start both daemons on this machine and send them a short and a long prompt (a minute)
 	@$(BIN)/python -m benchmarks.demo $(ARGS)

@@ -91,7 +91,7 @@ def measure(asked: Sequence[Question], answer: Answerer) -> Score:
 
 
 class HttpAnswerer:
-    """Asks decoded. `route` ("local" or "remote") needs http.allow_route_override; it counts the routes really taken."""
+    """Asks decoded. `route` ("local" or "remote") needs http.allow_route_override; `routes` counts those taken."""
 
     def __init__(self, url: str, route: str = "", api_key: str = "", model: str = "tiny-hybrid") -> None:
         self._url = url.rstrip("/") + "/v1/completions"

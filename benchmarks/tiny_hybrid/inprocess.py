@@ -1,4 +1,4 @@
-"""The tiny hybrid model through transformers' own forward in this process, chunk by chunk, with state spoilt on request.
+"""The tiny hybrid model through transformers' own forward in this process, by chunks, with state spoilt on request.
 
 Called by evaluate.py and tests; knows neither our engine nor HTTP.
 """
@@ -49,7 +49,7 @@ def _bfloat16_recurrent(cache: DynamicCache) -> None:
             layer.recurrent_states[0].copy_(layer.recurrent_states[0].bfloat16())
 
 
-# What is done to the cache at the last chunk boundary before the question. "a skipped chunk" is done while it is filled.
+# What is done to the cache at the last chunk boundary before the question; SKIPPED happens while it is filled.
 SKIPPED = "recurrent state skips one chunk"
 SPOILERS: dict[str, Callable[[DynamicCache], None] | None] = {
     "nothing": None,

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 from transformers.models.kimi_linear import modeling_kimi_linear
 
 CHUNK = 16
@@ -76,7 +76,7 @@ def _unit(x: Tensor) -> Tensor:
 
 def _chunks(x: Tensor) -> Tensor:
     """[batch, length, heads, dim] to [batch, heads, chunks, CHUNK, dim], zeros at the end."""
-    x = F.pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % CHUNK))
+    x = functional.pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % CHUNK))
     return x.unflatten(2, (-1, CHUNK))
 
 
@@ -94,7 +94,7 @@ def _scan(
     inner: Tensor, new_values: Tensor, removed: Tensor, query: Tensor, key: Tensor, g: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Carry the state [batch, heads, key dim, value dim] from chunk to chunk."""
-    batch, heads, count, _, dim = key.shape
+    batch, heads, dim = *key.shape[:2], key.shape[-1]
     state = torch.zeros(batch, heads, dim, new_values.shape[-1]) if state is None else state
     kept = g[..., -1, :].exp().unsqueeze(-1).unbind(2)
     writes = (key * (g[..., -1:, :] - g).exp()).transpose(-1, -2).unbind(2)

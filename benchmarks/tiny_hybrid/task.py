@@ -18,42 +18,8 @@ NUM_NAMES = 16
 NUM_KEYS = 128
 NUM_VALUES = 128
 PAD, END, UNKNOWN, ASK_KEYS, ASK_NAMES = "<pad>", "<end>", "<unk>", "!", "?"
-FILLER = tuple(
-    [
-        "and",
-        "the",
-        "of",
-        "to",
-        "in",
-        "is",
-        "it",
-        "that",
-        "was",
-        "for",
-        "on",
-        "are",
-        "with",
-        "as",
-        "his",
-        "they",
-        "be",
-        "at",
-        "one",
-        "have",
-        "this",
-        "from",
-        "or",
-        "had",
-        "by",
-        "but",
-        "some",
-        "what",
-        "there",
-        "we",
-        "can",
-        "out",
-    ]
-)
+_FILLER = """and the of to in is it that was for on are with as his they be at one have from or had by but some what"""
+FILLER = tuple(_FILLER.split())
 NAMES = tuple(f"n{i}" for i in range(NUM_NAMES))
 KEYS = tuple(f"k{i}" for i in range(NUM_KEYS))
 VALUES = tuple(f"v{i}" for i in range(NUM_VALUES))

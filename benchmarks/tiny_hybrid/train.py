@@ -1,8 +1,8 @@
 """`make tiny-hybrid`: trains the tiny hybrid model from a seed and imports it into PRFAAS_HOME/models, once.
 
-First the MLA layer learns to look keys up in a table while the recurrent state is switched off, so that it does not lean
-on it. Then names come in, and the residual stream below the MLA layer is trained to show the key a name is bound to.
-Tables and texts grow as soon as a stage is learned. Embeddings and output weights are one matrix while training.
+First the MLA layer learns to look keys up in a table, without recurrent state so that it does not lean on it. Then
+names come in, and the residual stream below the MLA layer is trained to show the key that a name is bound to. Tables
+and texts grow as soon as a stage is learned. Embeddings and output weights are one matrix while training.
 One thread: the same seed gives the same weights bit for bit with the same torch on the same kind of processor.
 """
 
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 from transformers.models.kimi_linear import KimiLinearForCausalLM
 
 from benchmarks.cluster import prfaas_home
@@ -109,12 +109,12 @@ def losses(model: KimiLinearForCausalLM, batch: Batch) -> list[Tensor]:
     terms = []
     for at in (batch.key_at, batch.answer_at)[: 1 + bool(batch.name_at.numel())]:
         logits = model.lm_head(found.last_hidden_state[rows, at])
-        terms.append(F.cross_entropy(logits.flatten(0, 1), batch.ids[rows, at + 1].flatten()))
+        terms.append(functional.cross_entropy(logits.flatten(0, 1), batch.ids[rows, at + 1].flatten()))
     if batch.name_at.numel():
         below = found.hidden_states[model.config.layer_types.index("full_attention")][rows, batch.name_at]
         keys = model.model.embed_tokens.weight[FIRST_KEY : FIRST_KEY + task.NUM_KEYS]
-        logits = F.rms_norm(below, below.shape[-1:]) @ F.normalize(keys, dim=-1).T
-        terms.append(F.cross_entropy(logits.flatten(0, 1), batch.bound.flatten()))
+        logits = functional.rms_norm(below, below.shape[-1:]) @ functional.normalize(keys, dim=-1).T
+        terms.append(functional.cross_entropy(logits.flatten(0, 1), batch.bound.flatten()))
     return terms
 
 
