@@ -213,6 +213,12 @@ class LayoutMismatch(PeerError):
     differences: Mapping[str, tuple[object, object]] = {}
 
 
+class RequestDamaged(PeerError):
+    """The request did not reach the peer as it was sent; nothing was computed. Asking the same peer again may help."""
+
+    wire_code = "damaged"
+
+
 class StaleHandle(PeerError):
     """A handle that was used, expired, or belongs to another request."""
 

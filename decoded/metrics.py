@@ -29,6 +29,12 @@ class DecodeMetrics:
             ["peer", "error"],
             registry=r,
         )
+        self.link_faults = Counter(
+            "prfaas_link_faults_total",
+            "Open links that closed since the protocol was broken or bytes were damaged on the way, by error code.",
+            ["peer", "code"],
+            registry=r,
+        )
         self.fallbacks = Counter(
             "prfaas_fallback_total", "Prompts prefilled here although remote was wanted.", ["reason"], registry=r
         )

@@ -60,10 +60,13 @@ class PeerSet:
 
     async def _join(self, peer: PeerConfig) -> PeerClient:
         client = PeerClient(peer.name, peer.host, peer.port, local=self.end, options=self._options, trace=self._trace)
-        client.on_state = self._on_state
+        client.on_state, client.on_fault = self._on_state, self._on_fault
         self._metrics.peer_ready.labels(peer.name).set(0)
         await client.start()
         return client
+
+    def _on_fault(self, client: PeerClient, code: str) -> None:
+        self._metrics.link_faults.labels(client.name, code).inc()
 
     def _on_state(self, client: PeerClient) -> None:
         self._metrics.peer_ready.labels(client.name).set(client.state == "ready")

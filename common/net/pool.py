@@ -133,6 +133,7 @@ class PeerClient:
             salt=request.tenant_salt,
             codecs=request.codecs or (self.options.codec,),
             limit=0,
+            token_hash=bytes(16),
         )
         tokens = pack_tokens(request.tokens)
         stream = self._session.request(message, tokens, sink.buffers, now())

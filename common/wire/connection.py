@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.errors import (
+    BadMagic,
     BadMessage,
+    ChecksumMismatch,
     FrameTooLarge,
     LinkLost,
     LocalProtocolError,
@@ -20,6 +22,7 @@ from common.errors import (
     PeerError,
     RemoteProtocolError,
     UnknownFrame,
+    VersionMismatch,
 )
 from common.wire.auth import check_identity
 from common.wire.frames import (
@@ -30,6 +33,7 @@ from common.wire.frames import (
     FrameHead,
     FrameType,
     Target,
+    check_header,
     pack_head,
     parse_head,
 )
@@ -50,6 +54,7 @@ from common.wire.messages import (
 )
 from common.wire.tables import CONNECTION, Conn
 
+FAULT_CODES = frozenset({"protocol", "too_large", "unknown_frame", "bad_message", "checksum"})
 _READ_BYTES = 4096
 _SILENT_HEARTBEATS = 2.5
 
@@ -77,6 +82,12 @@ class Closed:
     error: PdError
     code: str
     is_remote: bool
+
+
+    @property
+    def is_fault(self) -> bool:
+        """The protocol was broken, by either end or by what damaged bytes on the way."""
+        return self.code in FAULT_CODES
 
 
 Event = Opened | Received | Closed
@@ -249,19 +260,29 @@ class Connection:
         if self._head is None:
             if have < FRAME_BYTES:
                 return self._compact()
-            self._head = parse_head(self._inbox[self._begin : self._begin + FRAME_BYTES])
+            self._head = self._parse_head(self._inbox[self._begin : self._begin + FRAME_BYTES])
             self._begin += FRAME_BYTES
             self._check_frame(self._head)
             return True
         if have < self._head.header_bytes:
             return self._compact()
         header = self._inbox[self._begin : self._begin + self._head.header_bytes]
+        check_header(self._head, header)
         message = decode_message(self._head, header)
         if isinstance(message, Hello):
             self.handshake.peer_hello = pack_head(self._head) + header
         self._begin += self._head.header_bytes
         self._start_payload(self._head, message, now)
         return True
+
+    def _parse_head(self, data: memoryview) -> FrameHead:
+        try:
+            return parse_head(data)
+        except (BadMagic, VersionMismatch) as e:
+            if not self.is_open:
+                raise
+            # A peer does not change its protocol in the middle of a link.
+            raise ChecksumMismatch(f"a frame's fixed header was damaged on the way: {e}") from None
 
     def _compact(self) -> bool:
         """Move what is left to the front, so that a whole frame header and header fit."""

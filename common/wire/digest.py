@@ -1,4 +1,6 @@
-"""Digests: XXH3-128 of a segment's encoded bytes, BLAKE2b chain over segment headers, hash of a request's tokens.
+"""Digests: XXH3-128 of a segment's encoded bytes, BLAKE2b chain over segment headers, hash of what is asked for.
+
+The chain begins with the hash of the request, so that a state is never taken for that of another prompt.
 
 Pure functions; the large ones release the GIL. See docs/protocol.md section 6.
 """
@@ -8,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable
+from dataclasses import replace
 
 import xxhash
 
-from common.wire.messages import Piece
+from common.wire.messages import Piece, Prefill
 
-FIRST = bytes(16)
 _HEAD = struct.Struct(">IIIQQ16sI")
+_REQUEST = struct.Struct(">IIh?d")
 
 
 def segment_digest(parts: Iterable[bytes | memoryview]) -> bytes:
@@ -37,9 +40,24 @@ def extend(digest: bytes, segment: Piece) -> bytes:
         len(segment.layers),
     )
     layers = struct.pack(f">{len(segment.layers)}I", *segment.layers)
-    return hashlib.blake2b(digest + head + layers, digest_size=16).digest()
+    return hashlib.blake2b(digest + head + layers + _sized(segment.codec.encode()), digest_size=16).digest()
 
 
-def token_hash(payload: bytes | bytearray | memoryview) -> bytes:
-    """16 bytes that bind a handle to the tokens of its Prefill (the payload's bytes)."""
-    return hashlib.blake2b(payload, digest_size=16).digest()
+def token_hash(prefill: Prefill, payload: bytes | bytearray | memoryview) -> bytes:
+    """16 bytes over the tokens and every other field of a Prefill but `limit`, which changes when it is repeated."""
+    deadline_s = prefill.deadline_s
+    facts = (prefill.start, prefill.num_tokens, prefill.priority, deadline_s is not None, deadline_s or 0.0)
+    texts = (prefill.request_id.encode(), prefill.salt, *(c.encode() for c in prefill.codecs))
+    state = hashlib.blake2b(_REQUEST.pack(*facts), digest_size=16)
+    state.update(len(texts).to_bytes(2, "big") + b"".join(map(_sized, texts)))
+    state.update(payload)
+    return state.digest()
+
+
+def seal(prefill: Prefill, payload: bytes | bytearray | memoryview) -> Prefill:
+    """The Prefill with its `token_hash`."""
+    return replace(prefill, token_hash=token_hash(prefill, payload))
+
+
+def _sized(data: bytes) -> bytes:
+    return len(data).to_bytes(2, "big") + data

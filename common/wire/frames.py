@@ -1,26 +1,29 @@
-"""The frame: a fixed 16-byte header, a msgpack header, a raw payload.
+"""The frame: a fixed 24-byte header, a msgpack header, a raw payload.
 
- 0        2         3      4       6            8            12               16
- | "PF"   | version | type | flags | header len | stream id  | payload length | header | payload
+ 0        2         3      4       6            8            12               16             20           24
+ | "PF"   | version | type | flags | header len | stream id  | payload length | header check | head check | header ..
 
+Both checks are CRC-32: of the msgpack header, and of the 20 bytes before it, so that no damaged length is believed.
 Knows frame types and lengths, not what messages mean. Used by messages.py and connection.py; see docs/protocol.md.
 """
 
 from __future__ import annotations
 
 import struct
+import zlib
 from enum import IntEnum
 from typing import NamedTuple
 
-from common.errors import BadMagic, BadMessage, UnknownFrame, VersionMismatch
+from common.errors import BadMagic, BadMessage, ChecksumMismatch, UnknownFrame, VersionMismatch
 
 MAGIC = b"PF"
-VERSION = 1
-FRAME_BYTES = 16
+VERSION = 2
+FRAME_BYTES = 24
 MAX_HEADER_BYTES = 16384
 MAX_EARLY_HEADER_BYTES = 512
 MIN_PIECE_BYTES = 4096
-_FRAME = struct.Struct(">2sBBHHII")
+_FRAME = struct.Struct(">2sBBHHIIII")
+_CHECKED_BYTES = FRAME_BYTES - 4
 
 
 class FrameType(IntEnum):
@@ -49,37 +52,56 @@ class FrameType(IntEnum):
 
 
 class FrameHead(NamedTuple):
-    """The fixed header of one frame."""
+    """The fixed header of one frame. `header_check` is `checksum` of the msgpack header."""
 
     type: FrameType
     stream_id: int
     header_bytes: int
     payload_bytes: int
+    header_check: int = 0
+
+
+def checksum(data: bytes | bytearray | memoryview) -> int:
+    """CRC-32: finds any flipped bit and any burst of up to 32."""
+    return zlib.crc32(data)
 
 
 def pack_head(head: FrameHead) -> bytes:
-    """The 16 bytes of a frame's fixed header."""
-    return _FRAME.pack(MAGIC, VERSION, head.type, 0, head.header_bytes, head.stream_id, head.payload_bytes)
+    """The 24 bytes of a frame's fixed header."""
+    fields = (head.type, 0, head.header_bytes, head.stream_id, head.payload_bytes, head.header_check)
+    checked = _FRAME.pack(MAGIC, VERSION, *fields, 0)[:_CHECKED_BYTES]
+    return checked + checksum(checked).to_bytes(4, "big")
 
 
 def parse_head(data: bytes | bytearray | memoryview) -> FrameHead:
-    """Read the first 16 bytes of a frame.
+    """Read the first 24 bytes of a frame.
 
     Raises:
-        BadMagic, VersionMismatch, UnknownFrame, BadMessage: these bytes do not begin a frame of version 1.
+        BadMagic, VersionMismatch, UnknownFrame, BadMessage: these bytes do not begin a frame of our version.
+        ChecksumMismatch: they did when they were sent.
     """
-    magic, version, number, flags, header_bytes, stream_id, payload_bytes = _FRAME.unpack_from(data)
+    magic, version, number, flags, header_bytes, stream_id, payload_bytes, header_check, check = _FRAME.unpack(
+        memoryview(data)[:FRAME_BYTES]
+    )
     if magic != MAGIC:
         raise BadMagic(f"the peer's bytes {bytes(magic).hex()} are not the start of a frame ({MAGIC.hex()})")
     if version != VERSION:
         raise VersionMismatch(f"the peer speaks protocol version {version}, this end version {VERSION}")
+    if checksum(memoryview(data)[:_CHECKED_BYTES]) != check:
+        raise ChecksumMismatch("a frame's fixed header was damaged on the way: its checksum is wrong")
     try:
         kind = FrameType(number)
     except ValueError:
         raise UnknownFrame(f"frame type {number} is not known in version {VERSION}") from None
     if flags:
         raise BadMessage(f"{kind.name}: flags are {flags}, must be 0")
-    return FrameHead(kind, stream_id, header_bytes, payload_bytes)
+    return FrameHead(kind, stream_id, header_bytes, payload_bytes, header_check)
+
+
+def check_header(head: FrameHead, header: bytes | bytearray | memoryview) -> None:
+    """Compare the msgpack header with its checksum. Raises ChecksumMismatch."""
+    if checksum(header) != head.header_check:
+        raise ChecksumMismatch(f"{head.type.name}: the header was damaged on the way: its checksum is wrong")
 
 
 class Target:

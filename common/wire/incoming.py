@@ -15,7 +15,7 @@ from itertools import accumulate
 from common.errors import BadMessage, LocalProtocolError, PdError, PeerError, TransferIncomplete, UnknownFrame
 from common.layout import StateLayout
 from common.wire.coverage import Coverage
-from common.wire.digest import FIRST, extend, token_hash
+from common.wire.digest import extend, seal
 from common.wire.frames import MIN_PIECE_BYTES, FrameType, Target
 from common.wire.messages import Accepted, Complete, Error, Message, Piece, Prefill, Progress, Refused, Resume, Started
 from common.wire.tables import CLIENT_ATTACH, CLIENT_STREAM, FINAL, Attach, Do, Input, Phase, step
@@ -88,6 +88,7 @@ class ReceiveStream:
         self.marks = Marks()
         self.error: PdError | None = None
         self._handle = b""
+        self._deadline_s = prefill.deadline_s
         self._complete: Complete | None = None
         self._reset()
 
@@ -101,8 +102,9 @@ class ReceiveStream:
         self._segments: dict[int, InSegment] = {}
         self._whole: list[InSegment] = []
         self._claimed_bytes = 0
-        self._chain = [FIRST]
-        self._last_progress = Progress(self.prefill.start, 0, FIRST)
+        first = self.prefill.token_hash
+        self._chain = [first]
+        self._last_progress = Progress(self.prefill.start, 0, first)
         self._unverified: deque[Progress] = deque()
 
     @property
@@ -208,6 +210,8 @@ class ReceiveStream:
         if self.attach is not Attach.ATTACHED and not isinstance(message, Accepted | Refused | Error):
             raise UnknownFrame(f"stream {self.stream_id}: {message.type.name} before the Resume was accepted")
         if isinstance(message, Accepted):
+            if message.token_hash != self.prefill.token_hash:
+                raise BadMessage(f"ACCEPTED of stream {self.stream_id} is for other tokens than were sent")
             if self.attach is Attach.RESUMING:
                 self.attach = CLIENT_ATTACH[self.attach][FrameType.ACCEPTED]
             self._handle, self.num_queued = message.handle, message.num_queued
@@ -250,10 +254,15 @@ class ReceiveStream:
 
     # ---- ending
 
-    def request(self, now: float) -> None:
-        """Prefill is sent (again)."""
+    def request(self, limit: int, now: float) -> Prefill:
+        """The message that asks, for the first time or again, with what is left of the deadline."""
         self._step(Do.REQUEST)
-        self.marks.requested_at = self.marks.requested_at or now
+        asked_at = self.marks.requested_at = self.marks.requested_at or now
+        left_s = None if self._deadline_s is None else max(0.0, self._deadline_s - (now - asked_at))
+        self.limit = limit
+        self.prefill = seal(replace(self.prefill, limit=limit, deadline_s=left_s), self.tokens)
+        self._reset()
+        return self.prefill
 
     def detach(self) -> None:
         """The control link is lost."""
@@ -277,7 +286,7 @@ class ReceiveStream:
                 pairs[-1] = no + 1
             elif len(pairs) < _MAX_LANDED:
                 pairs += [no, no + 1]
-        return Resume(self.prefill.request_id, self._handle, token_hash(self.tokens), tuple(pairs), self.limit)
+        return Resume(self.prefill.request_id, self._handle, self.prefill.token_hash, tuple(pairs), self.limit)
 
     def fail(self, error: PdError, given: Do = Do.FAIL) -> None:
         """End the stream for a reason of ours; no byte goes to the sink's memory afterwards."""

@@ -27,7 +27,7 @@ from common.wire.fields import (
     text,
     uint,
 )
-from common.wire.frames import MAX_HEADER_BYTES, FrameHead, FrameType, pack_head
+from common.wire.frames import MAX_HEADER_BYTES, FrameHead, FrameType, checksum, pack_head
 
 _U31, _U62 = 2**31, 2**62
 MAX_SEGMENTS = 2**20
@@ -127,7 +127,7 @@ class Status(Message):
 
 @dataclass(frozen=True, slots=True)
 class Prefill(Message):
-    """Compute the state of [start, num_tokens) of the tokens in the payload."""
+    """Compute the state of [start, num_tokens) of the tokens in the payload. `token_hash`: see digest.py."""
 
     type: ClassVar[FrameType] = FrameType.PREFILL
     request_id: Annotated[str, text(256)]
@@ -138,15 +138,17 @@ class Prefill(Message):
     salt: Annotated[bytes, blob_upto(64)]
     codecs: Annotated[tuple[str, ...], list_of(text(16), 1, 8)]
     limit: Annotated[int, uint(_U62)]
+    token_hash: Annotated[bytes, blob(16)]
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted(Message):
-    """The stream is queued, or goes on after Resume; `handle` is for the next Resume."""
+    """The stream is queued, or goes on after Resume; `handle` is for the next Resume, `token_hash` Prefill's."""
 
     type: ClassVar[FrameType] = FrameType.ACCEPTED
     handle: Annotated[bytes, blob(16)]
     num_queued: Annotated[int, uint(_U31)]
+    token_hash: Annotated[bytes, blob(16)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +293,8 @@ def encode_frame(message: Message, stream_id: int = 0, payload_bytes: int = 0) -
     header: bytes = msgpack.packb({name: getattr(message, name) for name in names}, use_bin_type=True)
     if len(header) > MAX_HEADER_BYTES:
         raise FrameTooLarge(f"{message.type.name}: header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}")
-    return pack_head(FrameHead(message.type, stream_id, len(header), payload_bytes)) + header
+    head = FrameHead(message.type, stream_id, len(header), payload_bytes, checksum(header))
+    return pack_head(head) + header
 
 
 def check_outgoing(message: Message) -> None:

@@ -12,7 +12,7 @@ from math import inf
 
 from common.errors import BadMessage, LinkLost, LocalProtocolError, PeerError
 from common.wire.codec import Encoded
-from common.wire.digest import FIRST, extend, token_hash
+from common.wire.digest import extend
 from common.wire.frames import FrameType
 from common.wire.messages import (
     MAX_SEGMENTS,
@@ -73,13 +73,12 @@ class SendStream:
 
     def __init__(self, stream_id: int, prefill: Prefill, tokens: bytearray) -> None:
         self.stream_id, self.prefill, self.tokens = stream_id, prefill, tokens
-        self.token_hash = token_hash(tokens)
         self.phase = step(SERVER_STREAM, Phase.IDLE, FrameType.PREFILL, f"stream {stream_id}")
         self.attach = Attach.ATTACHED
         self.handle = b""
         self.error: PeerError | LinkLost | None = None
         self.limit = prefill.limit
-        self.digest = FIRST
+        self.digest = prefill.token_hash
         self.next_no = self.next_at = 0
         self.staged_bytes = 0
         self.accepted_at = self.queue_s = 0.0
@@ -106,7 +105,7 @@ class SendStream:
         """The stream is queued."""
         self._step(Do.ACCEPT)
         self.handle, self.accepted_at = handle, now
-        self._say(Accepted(handle, num_queued))
+        self._say(Accepted(handle, num_queued, self.prefill.token_hash))
 
     def refuse(self, error: PeerError) -> None:
         """The stream is not taken."""
@@ -203,7 +202,7 @@ class SendStream:
         self.staged_bytes -= sum(s.head.raw for s in freed)
         self._requeue()
         said = (self._started, self._progress, self._complete)
-        self.outbox = [Accepted(handle, 0), *(m for m in said if m is not None)]
+        self.outbox = [Accepted(handle, 0, self.prefill.token_hash), *(m for m in said if m is not None)]
         return freed
 
     # ---- links

@@ -17,12 +17,14 @@ from common.errors import (
     PeerError,
     PeerShed,
     PromptTooLong,
+    RequestDamaged,
     StaleHandle,
     UnknownFrame,
 )
+from common.wire.digest import token_hash
 from common.wire.messages import Ack, Cancel, Credit, HelloAck, Message, Prefill, Refused, Resume, Resumed
 from common.wire.outgoing import OutPiece, OutSegment, SendStream
-from common.wire.session import Out, SegmentAcked, Session, StreamEnded, StreamRequested, StreamResumed
+from common.wire.session import Out, SegmentAcked, Session, StreamEnded, StreamRefused, StreamRequested, StreamResumed
 from common.wire.tables import Attach
 from common.wire.tokens import largest_token
 
@@ -127,20 +129,28 @@ class ServerSession(Session):
         if before is not None:
             before.cancel(PeerCancelled("the client asked again: it had not heard that the stream was accepted"))
             self.settle(before)
-        if prefill.start > prefill.num_tokens:
-            raise BadMessage(f"PREFILL.start is {prefill.start}, must be 0..{prefill.num_tokens}")
-        if largest_token(tokens) >= self.vocab_size:
-            raise BadMessage(f"PREFILL: a token id is not below the vocabulary size {self.vocab_size}")
+        refusal: PeerError | None
+        if token_hash(prefill, tokens) != prefill.token_hash:
+            refusal = RequestDamaged("the request was damaged on the way: its token_hash is wrong")
+        else:
+            self._check(prefill, tokens)
+            refusal = self._refusal(prefill)
         self._last_id = max(self._last_id, stream_id)
         stream = SendStream(stream_id, prefill, tokens)
-        refusal = self._refusal(prefill)
         if refusal is not None:
             stream.refuse(refusal)
             self._outbox.extend(Out(stream_id, m) for m in stream.outbox)
+            self._events.append(StreamRefused(prefill, refusal))
             return
         self.streams[stream_id] = stream
         self._turns.append(stream_id)
         self._events.append(StreamRequested(stream))
+
+    def _check(self, prefill: Prefill, tokens: bytearray) -> None:
+        if prefill.start > prefill.num_tokens:
+            raise BadMessage(f"PREFILL.start is {prefill.start}, must be 0..{prefill.num_tokens}")
+        if largest_token(tokens) >= self.vocab_size:
+            raise BadMessage(f"PREFILL: a token id is not below the vocabulary size {self.vocab_size}")
 
     def _refusal(self, prefill: Prefill) -> PeerError | None:
         most = self.ours.max_prompt_tokens
@@ -156,7 +166,7 @@ class ServerSession(Session):
         if stream is not None and stream.attach is Attach.ATTACHED:
             raise BadMessage(f"RESUME: stream {stream_id} has a control link")
         proof = (resume.handle, resume.request_id, resume.token_hash)
-        if stream is None or proof != (stream.handle, stream.prefill.request_id, stream.token_hash):
+        if stream is None or proof != (stream.handle, stream.prefill.request_id, stream.prefill.token_hash):
             self._last_id = max(self._last_id, stream_id)
             error = StaleHandle(f"the handle of stream {stream_id} was used, has expired or is for another request")
             self._outbox.append(Out(stream_id, Refused(error.wire_code, str(error), None)))

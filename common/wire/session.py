@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from common.errors import (
     LinkLost,
@@ -72,6 +72,14 @@ class StreamRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamRefused:
+    """A Prefill that ended before anybody was asked: damaged, or past a limit of the protocol."""
+
+    prefill: Prefill
+    error: PeerError
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentAcked:
     """The client has this segment; its buffers are free."""
 
@@ -86,7 +94,7 @@ class StreamResumed:
     stream: SendStream
 
 
-Event = SegmentArrived | StreamEnded | StreamRequested | StreamResumed | SegmentAcked
+Event = SegmentArrived | StreamEnded | StreamRequested | StreamRefused | StreamResumed | SegmentAcked
 
 
 class Session:
@@ -168,7 +176,7 @@ class ClientSession(Session):
     # ---- streams
 
     def request(self, prefill: Prefill, tokens: bytes, sink_buffers: SinkBuffers, now: float) -> ReceiveStream:
-        """Ask for a prefill; `prefill.limit` is filled in here.
+        """Ask for a prefill; its `limit` and `token_hash` are filled in here.
 
         Raises:
             LinkLost: there is no control link.
@@ -244,10 +252,8 @@ class ClientSession(Session):
         self._settle(stream)
 
     def _request(self, stream: ReceiveStream, now: float) -> None:
-        stream.limit = self._credit.open(stream.stream_id)
-        stream.prefill = replace(stream.prefill, limit=stream.limit)
-        stream.request(now)
-        self._outbox.append(Out(stream.stream_id, stream.prefill, stream.tokens))
+        prefill = stream.request(self._credit.open(stream.stream_id), now)
+        self._outbox.append(Out(stream.stream_id, prefill, stream.tokens))
 
     @contextmanager
     def _lies_end(self, stream: ReceiveStream) -> Iterator[None]:

@@ -89,6 +89,7 @@ class Proxy:
         self.cut_at: dict[int, int] = {}
         self.cut_all_at: dict[int, int] = {}
         self.flip_at: dict[int, int] = {}
+        self.flip_last_up = 0  # of the next read of so many bytes or more
         self.cuts = 0
         self.is_cut = asyncio.Event()
         self.flowing = asyncio.Event()
@@ -138,6 +139,8 @@ class Proxy:
                     data = self._tamper(index, data)
                     if data is None:
                         return
+                elif 0 < self.flip_last_up <= len(data):
+                    self.flip_last_up, data = 0, data[:-4] + bytes([data[-4] ^ 1]) + data[-3:]
                 writer.write(data)
                 await writer.drain()
         writer.transport.abort()

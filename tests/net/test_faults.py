@@ -17,6 +17,7 @@ from common.errors import (
     PeerEngineFailed,
     PeerShed,
     PromptTooLong,
+    RequestDamaged,
     TransferIncomplete,
     TransferTimeout,
 )
@@ -448,12 +449,35 @@ async def test_flipped_payload_bit_ends_that_prefill_only(codec):
 
 
 @on_uvloop
-async def test_flipped_header_byte_closes_the_link_and_the_transfer_goes_on():
+@pytest.mark.parametrize("offset", [0, 2, 3, 9, 14, 18, 23, 30])
+async def test_flipped_header_byte_closes_the_link_and_the_transfer_goes_on(offset):
+    """Of a data link; both ends are told why."""
     async with rigged(proxy=True) as rig:
-        rig.proxy.flip_at = {1: rig.proxy.num_down[1]}
+        ours: list[str] = []
+        theirs: list[tuple[str, str]] = []
+        rig.client.on_fault = lambda client, code: ours.append(code)
+        rig.server.on_fault = lambda closed, peer: theirs.append((closed.code, peer))
+        rig.proxy.flip_at = {1: rig.proxy.num_down[1] + offset}
         prefill, sink = rig.ask(BIG)
         await rig.finish(prefill, sink)
         assert rig.proxy.flip_at == {} and rig.client.status()["num_sessions"] == 1
+        assert (ours, theirs) == (["checksum"], [("checksum", "d")])
+
+
+@on_uvloop
+async def test_flipped_bit_of_a_token_is_refused_and_told_at_both_ends():
+    async with rigged(proxy=True) as rig:
+        refused: list[tuple[str, str, str]] = []
+        rig.server.on_stream_refused = lambda event, peer: refused.append(
+            (event.prefill.request_id, event.error.wire_code, peer)
+        )
+        rig.proxy.flip_last_up = 4 * BIG
+        prefill, sink = rig.ask(BIG)
+        assert "token_hash" in await failure(prefill, RequestDamaged)
+        assert refused == [("r1", "damaged", "d")] and sink.landings == [] and rig.streams == []
+        again, sink = rig.ask(BIG, name="r2")
+        await rig.finish(again, sink)
+        assert rig.client.status()["num_sessions"] == 1
 
 
 @on_uvloop

@@ -171,7 +171,7 @@ def cut(layout: StateLayout, start: int, stop: int, chunk: int) -> list[tuple[in
 
 
 def prefill(num_tokens: int, start: int = 0, **changes: object) -> Prefill:
-    base = Prefill("r1", start, num_tokens, None, 0, b"", ("zstd",), 0)
+    base = Prefill("r1", start, num_tokens, None, 0, b"", ("zstd",), 0, bytes(16))
     return replace(base, **changes)
 
 

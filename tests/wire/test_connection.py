@@ -9,6 +9,7 @@ from common.errors import (
     AuthFailed,
     BadMagic,
     BadMessage,
+    ChecksumMismatch,
     FrameTooLarge,
     LayoutMismatch,
     LinkLost,
@@ -18,7 +19,7 @@ from common.errors import (
     VersionMismatch,
 )
 from common.wire.connection import Closed, Opened, Received
-from common.wire.frames import FrameHead, FrameType, Target, pack_head
+from common.wire.frames import FrameHead, FrameType, Target, checksum, pack_head
 from common.wire.messages import Auth, Credit, Drain, Error, Hello, Ping, Prefill, Resumed, Status, encode_frame
 from common.wire.tables import Conn
 from common.wire.tokens import pack_tokens
@@ -296,7 +297,7 @@ def test_prefill_carries_its_tokens():
     a, b = opened()
     b.events()
     tokens = pack_tokens(range(1000))
-    a.send(Prefill("r", 0, 1000, None, 0, b"", ("raw",), 1), 1, (tokens,), len(tokens))
+    a.send(Prefill("r", 0, 1000, None, 0, b"", ("raw",), 1, bytes(16)), 1, (tokens,), len(tokens))
     b.receive(sent(a), 0.0)
     (event,) = received(b)
     assert isinstance(event, Received) and bytes(event.payload) == tokens
@@ -314,8 +315,11 @@ def fed(data: bytes, role: str = "prefill"):
 
 
 def test_wrong_magic_and_version():
-    assert isinstance(fed(b"GET / HTTP/1.1\r\n"), BadMagic)
-    assert isinstance(fed(b"PF\x02" + bytes(13)), VersionMismatch)
+    for data, error in ((b"GET / HTTP/1.1\r\nHost: p\r\n", BadMagic), (b"PF\x01" + bytes(21), VersionMismatch)):
+        b = server()
+        b.receive(data, 0.0)
+        assert isinstance(closed(b).error, error)
+        assert isinstance(fed(data), ChecksumMismatch), "a peer does not change its protocol in the middle of a link"
 
 
 def test_header_over_the_limit_is_refused_unread():
@@ -335,7 +339,7 @@ def test_tokens_over_the_limit_are_refused_unread():
 
 
 def test_tokens_and_payload_must_agree():
-    message = Prefill("r", 0, 3, None, 0, b"", ("raw",), 1)
+    message = Prefill("r", 0, 3, None, 0, b"", ("raw",), 1, bytes(16))
     assert isinstance(fed(encode_frame(message, 1, 16) + bytes(16)), BadMessage)
 
 
@@ -372,7 +376,7 @@ def test_send_before_the_handshake_is_our_bug():
 
 
 def test_early_link_holds_little_memory():
-    assert len(server().get_buffer()) <= 528
+    assert len(server().get_buffer()) <= 536
 
 
 # ---- time
@@ -447,7 +451,8 @@ def test_late_timer_with_nothing_in_the_socket_ends_after_one_more_heartbeat():
 def test_pong_that_answers_nothing():
     a, _ = opened()
     a.events()
-    a.receive(pack_head(FrameHead(FrameType.PONG, 0, 5, 0)) + msgpack.packb({"no": 9}), 0.0)
+    answer = msgpack.packb({"no": 9})
+    a.receive(pack_head(FrameHead(FrameType.PONG, 0, len(answer), 0, checksum(answer))) + answer, 0.0)
     assert isinstance(closed(a).error, BadMessage)
 
 

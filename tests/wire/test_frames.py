@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import BadMagic, BadMessage, UnknownFrame, VersionMismatch
-from common.wire.frames import NOWHERE, FrameHead, FrameType, Target, pack_head, parse_head
+from common.errors import BadMagic, BadMessage, ChecksumMismatch, UnknownFrame, VersionMismatch
+from common.wire.frames import NOWHERE, FrameHead, FrameType, Target, check_header, checksum, pack_head, parse_head
 
-PIECE = FrameHead(FrameType.PIECE, 0x01020304, 0x0506, 0x0708090A)
-PIECE_BYTES = bytes.fromhex("5046 01 15 0000 0506 01020304 0708090a")
+PIECE = FrameHead(FrameType.PIECE, 0x01020304, 0x0506, 0x0708090A, 0x0B0C0D0E)
+PIECE_BYTES = bytes.fromhex("5046 02 15 0000 0506 01020304 0708090a 0b0c0d0e 65d8e4de")
 
 
 def test_head_bytes():
@@ -18,14 +18,30 @@ def test_head_bytes():
 
 @pytest.mark.parametrize(
     ("at", "value", "error"),
-    [(0, 0x47, BadMagic), (1, 0, BadMagic), (2, 2, VersionMismatch), (3, 99, UnknownFrame), (3, 32, UnknownFrame),
+    [(0, 0x47, BadMagic), (1, 0, BadMagic), (2, 1, VersionMismatch), (3, 99, UnknownFrame), (3, 32, UnknownFrame),
      (4, 1, BadMessage), (5, 1, BadMessage)],
 )  # fmt: skip
 def test_head_refuses(at, value, error):
     data = bytearray(PIECE_BYTES)
     data[at] = value
+    data[20:] = checksum(data[:20]).to_bytes(4, "big")
     with pytest.raises(error):
         parse_head(data)
+
+
+@pytest.mark.parametrize("bit", range(8 * len(PIECE_BYTES)))
+def test_no_flipped_bit_is_believed(bit):
+    data = bytearray(PIECE_BYTES)
+    data[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(BadMagic if bit < 16 else VersionMismatch if bit < 24 else ChecksumMismatch):
+        parse_head(data)
+
+
+def test_header_has_a_checksum_of_its_own():
+    head = FrameHead(FrameType.PING, 0, 5, 0, checksum(b"hello"))
+    check_header(head, b"hello")
+    with pytest.raises(ChecksumMismatch, match="PING"):
+        check_header(head, b"hallo")
 
 
 def test_target_scatters_over_views_and_is_idempotent():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import msgpack
@@ -12,8 +12,8 @@ import pytest
 from common.errors import BadMessage, FrameTooLarge
 from common.wire.auth import link_mac, session_key
 from common.wire.codec import Codec
-from common.wire.digest import FIRST, extend, segment_digest, token_hash
-from common.wire.frames import MAX_HEADER_BYTES, FrameHead, FrameType, parse_head
+from common.wire.digest import extend, seal, segment_digest, token_hash
+from common.wire.frames import FRAME_BYTES, MAX_HEADER_BYTES, FrameHead, FrameType, checksum, parse_head
 from common.wire.messages import (
     Accepted,
     Ack,
@@ -44,6 +44,7 @@ B16, B32 = bytes(range(16)), bytes(range(32))
 TOKENS = pack_tokens([1, 2, 300])
 HELLO_C = Hello("decode", B32, B16, 0, True)
 HELLO_S = Hello("prefill", B32[::-1], B16, 0, True)
+PREFILL = seal(Prefill("r1", 0, 3, None, 0, b"", ("zstd", "raw"), 1 << 20, bytes(16)), TOKENS)
 PIECE = Piece(2, 64, 128, (0, 1), "raw", 8, 8, 4096, segment_digest([b"statebyt"]), 1 << 20, 0)
 SAMPLES = {
     "Hello C": (HELLO_C, 0, b""),
@@ -58,8 +59,8 @@ SAMPLES = {
     "Error": (Error("auth", "no", None), 0, b""),
     "Drain": (Drain(True), 0, b""),
     "Status": (Status({"num_queued": 2}), 0, b""),
-    "Prefill": (Prefill("r1", 0, 3, None, 0, b"", ("zstd", "raw"), 1 << 20), 1, TOKENS),
-    "Accepted": (Accepted(B16, 1), 1, b""),
+    "Prefill": (PREFILL, 1, TOKENS),
+    "Accepted": (Accepted(B16, 1, PREFILL.token_hash), 1, b""),
     "Refused": (Refused("shed", "queue full", 1.5), 1, b""),
     "Started": (Started(0.25), 1, b""),
     "Progress": (Progress(128, 3, B16), 1, b""),
@@ -68,14 +69,17 @@ SAMPLES = {
     "Ack": (Ack((0, 1), 1 << 21, False), 1, b""),
     "Credit": (Credit(1 << 21), 1, b""),
     "Cancel": (Cancel("cancelled", "bye"), 1, b""),
-    "Resume": (Resume("r1", B16, token_hash(TOKENS), (0, 2), 1 << 21), 1, b""),
+    "Resume": (Resume("r1", B16, PREFILL.token_hash, (0, 2), 1 << 21), 1, b""),
     "Resumed": (Resumed(), 0, b""),
 }  # fmt: skip
 OTHERS = {
     "session key": session_key(B32, B16, encode_frame(HELLO_C), encode_frame(HELLO_S)),
     "segment digest of 'statebyt'": segment_digest([b"state", b"byt"]),
-    "running digest after Piece": extend(FIRST, PIECE),
-    "token hash of 1 2 300": token_hash(TOKENS),
+    "running digest after Piece": extend(PREFILL.token_hash, PIECE),
+    "token hash of Prefill": token_hash(PREFILL, TOKENS),
+    "token hash of Prefill with deadline 2.5 and salt 'ab'": token_hash(
+        replace(PREFILL, deadline_s=2.5, salt=b"ab"), TOKENS
+    ),
 }
 DOC = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 
@@ -100,8 +104,9 @@ def test_golden(name):
     data = bytes.fromhex(documented()[name])
     assert encode_frame(message, stream_id, len(payload)) + payload == data
     head = parse_head(data)
-    assert head == FrameHead(message.type, stream_id, len(data) - 16 - len(payload), len(payload))
-    assert decode_message(head, data[16 : 16 + head.header_bytes]) == message
+    header = data[FRAME_BYTES : len(data) - len(payload)]
+    assert head == FrameHead(message.type, stream_id, len(header), len(payload), checksum(header))
+    assert decode_message(head, header) == message
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -16,13 +16,15 @@ from common.errors import (
     PeerEngineFailed,
     PeerShed,
     PromptTooLong,
+    RequestDamaged,
     StaleHandle,
     TransferIncomplete,
     UnknownFrame,
 )
+from common.wire.digest import seal
 from common.wire.messages import Accepted, Ack, Cancel, Complete, Credit, Prefill, Progress, Resume, Resumed
 from common.wire.outgoing import OutPiece
-from common.wire.session import Out, StreamEnded, StreamRequested
+from common.wire.session import Out, StreamEnded, StreamRefused, StreamRequested
 from common.wire.tables import Attach, Phase
 from tests.wire.kit import FULL, LAYOUT, Ends, Sink, cut, fill
 
@@ -450,7 +452,7 @@ def test_late_frames_for_a_stream_that_is_gone_are_ignored():
     stream, _, _, _ = transfer(ends)
     late = pieces(ends)
     ends.client.cancel(stream)
-    ends.client.receive(1, Accepted(bytes(16), 0), 0.0)
+    ends.client.receive(1, Accepted(bytes(16), 0, bytes(16)), 0.0)
     for piece in late:
         ends.carry(piece)
     ends.talk()
@@ -465,7 +467,7 @@ def test_frames_for_a_stream_that_never_was(stream_id):
     _, _, _, _ = transfer(ends)
     piece = pieces(ends)[0]
     with pytest.raises(UnknownFrame):
-        ends.client.receive(stream_id, Accepted(bytes(16), 0), 0.0)
+        ends.client.receive(stream_id, Accepted(bytes(16), 0, bytes(16)), 0.0)
     with pytest.raises(UnknownFrame):
         ends.client.open_piece(1, stream_id, piece.message, piece.num_bytes)
     with pytest.raises(UnknownFrame):
@@ -507,7 +509,8 @@ def test_server_guards_itself_against_a_client_without_limits():
 
     def ask(stream_id: int, num: int, tokens: bytes | None = None):
         payload = bytearray(tokens if tokens is not None else 4 * num)
-        ends.server.receive(stream_id, Prefill("r", 0, num, None, 0, b"", ("raw",), 1), payload)
+        asked = seal(Prefill("r", 0, num, None, 0, b"", ("raw",), 1, bytes(16)), payload)
+        ends.server.receive(stream_id, asked, payload)
         return [o.message.code for o in ends.server.take_outbox()]
 
     assert ask(1, 51) == ["prompt_too_long"]
@@ -518,7 +521,70 @@ def test_server_guards_itself_against_a_client_without_limits():
     with pytest.raises(BadMessage, match="vocabulary"):
         ask(5, 1, b"\xe8\x03\x00\x00")
     with pytest.raises(BadMessage, match="start"):
-        ends.server.receive(6, Prefill("r", 6, 5, None, 0, b"", ("raw",), 1), bytearray(20))
+        asked = seal(Prefill("r", 6, 5, None, 0, b"", ("raw",), 1, bytes(16)), bytes(20))
+        ends.server.receive(6, asked, bytearray(20))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"request_id": "other"}, {"start": 1}, {"deadline_s": 3.0}, {"priority": 1}, {"salt": b"s"}, {"codecs": ("raw",)}],
+)
+def test_prefill_that_is_not_what_was_sent_is_refused(change):
+    """Fields are under the frame's checksum too; what is asked for has a digest of its own from end to end."""
+    ends = Ends()
+    stream = ends.request(N)
+    ends.client.take_outbox()
+    ends.server.receive(1, replace(stream.prefill, **change), bytearray(stream.tokens))
+    ends.talk()
+    assert isinstance(stream.error, RequestDamaged) and stream.phase is Phase.FAILED
+    (refused,) = (e for e in ends.server.events() if isinstance(e, StreamRefused))
+    assert isinstance(refused.error, RequestDamaged)
+
+
+def test_damaged_token_is_refused_and_the_session_goes_on():
+    ends = Ends()
+    stream = ends.request(N)
+    ends.client.take_outbox()
+    tokens = bytearray(stream.tokens)
+    tokens[100] ^= 1
+    ends.server.receive(1, stream.prefill, tokens)
+    ends.talk()
+    assert isinstance(stream.error, RequestDamaged) and not ends.server.streams
+    again, _, source, sink = transfer(ends)
+    ends.run(sink)
+    assert again.phase is Phase.DONE and sink.equals(source, 0, N)
+
+
+def test_accepted_for_other_tokens_ends_the_stream():
+    ends = Ends()
+    stream = ends.request(N)
+    with pytest.raises(BadMessage, match="other tokens"):
+        ends.client.receive(1, Accepted(bytes(16), 0, bytes(16)), 0.0)
+    assert isinstance(stream.error, TransferIncomplete)
+
+
+def test_state_of_other_tokens_is_not_taken():
+    """Same rows, same layers, right digests of the bytes: but the chain began with another request."""
+    ends = Ends()
+    stream, _, _, sink = transfer(ends)
+    other = replace(stream.prefill, token_hash=b"o" * 16)
+    for out in ends.server.take_outbox():
+        ends.client.receive(out.stream_id, out.message, 0.0)
+    stream._chain[0] = other.token_hash
+    ends.run(sink)
+    assert isinstance(stream.error, TransferIncomplete) and "digest" in str(stream.error)
+
+
+def test_deadline_is_what_is_left_when_asked_again():
+    ends = Ends()
+    ends.now = 1.0
+    stream = ends.request(N, deadline_s=10.0)
+    ends.talk()
+    ends.detach()
+    ends.now = 5.0
+    ends.attach()
+    ends.talk()
+    assert ends.server.streams[1].prefill.deadline_s == 6.0 and not stream.is_over
 
 
 @pytest.mark.parametrize(

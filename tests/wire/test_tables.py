@@ -87,7 +87,7 @@ def in_state(role, kind, state):
     if state is Conn.IDENTITY and role == "decode":
         b.receive(sent(a), 0.0)
         frames = sent(b)
-        a.receive(frames[: 16 + int.from_bytes(frames[6:8], "big")], 0.0)
+        a.receive(frames[: 24 + int.from_bytes(frames[6:8], "big")], 0.0)
         return mine
     if state is Conn.IDENTITY:
         a.receive(sent(b), 0.0)
