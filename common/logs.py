@@ -109,10 +109,44 @@ class _LineQueue(logging.handlers.QueueHandler):
             self.num_dropped += 1
 
 
+class _Output(logging.Handler):
+    """Writes finished lines; only the writing thread does.
+
+    Without a lock, and past Python's own buffers where the stream has a descriptor: a write that hangs, since nobody
+    reads the log, must not hold what the process waits for when it exits (logging.shutdown, flushing stderr).
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        try:
+            self._fd = stream.fileno()
+        except (OSError, AttributeError):
+            self._fd = -1
+
+    def createLock(self) -> None:  # noqa: N802
+        """None: there is one writer."""
+        self.lock = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = record.getMessage() + "\n"
+        try:
+            if self._fd < 0:
+                self._stream.write(line)
+                return
+            data = line.encode(errors="backslashreplace")
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except (OSError, ValueError):
+            pass  # A full disk, or a reader that is gone: there is nowhere left to tell.
+
+
 class _Listener(logging.handlers.QueueListener):
     def __init__(self, lines: queue.Queue[Any], source: _LineQueue, out: logging.Handler) -> None:
         super().__init__(lines, out)
         self._lines, self._source = lines, source
+        self.is_stuck = False
+        """After stop: the thread hangs in a write."""
         self._num_told = 0
 
     def handle(self, record: logging.LogRecord) -> None:
@@ -130,6 +164,7 @@ class _Listener(logging.handlers.QueueListener):
             self._lines.put(None, timeout=CLOSE_TIMEOUT_S)  # None is the base class's own sign to end
         if self._thread is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
+            self.is_stuck = self._thread.is_alive()
             self._thread = None
 
 
@@ -139,9 +174,7 @@ class LogWriter:
     def __init__(self, stream: TextIO, level: str, form: str) -> None:
         lines: queue.Queue[Any] = queue.Queue(MAX_QUEUED_LINES)
         self._handler = _LineQueue(lines)
-        out = logging.StreamHandler(stream)
-        out.setFormatter(logging.Formatter("%(message)s"))
-        self._listener = _Listener(lines, self._handler, out)
+        self._listener = _Listener(lines, self._handler, _Output(stream))
         self._listener.start()
         self.configure(level, form)
         root = logging.getLogger()
@@ -163,9 +196,14 @@ class LogWriter:
         return self._handler.num_dropped
 
     def close(self) -> None:
-        """Write what is queued and stop the thread. Later records go to the standard library's last resort."""
+        """Write what is queued and stop the thread. Later records go to the standard library's last resort.
+
+        Where the log's reader is stuck they go nowhere: they would hang as well.
+        """
         logging.getLogger().handlers[:] = []
         self._listener.stop()
+        if self._listener.is_stuck:
+            logging.getLogger().handlers[:] = [logging.NullHandler()]
 
 
 class Damper:

@@ -5,11 +5,16 @@ import io
 import json
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from common import logs
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -132,6 +137,23 @@ def test_closing_does_not_wait_for_a_stuck_reader(root_logger: None, monkeypatch
     writer.close()
     assert stream.getvalue() == ""
     os.write(stream.free[1], b"x" * 100)
+
+
+def test_a_process_whose_log_nobody_reads_ends_by_itself() -> None:
+    """Python's exit waits for handlers' locks and flushes stderr: neither may hang with the writing thread."""
+    program = (
+        "import logging; from common import logs; writer = logs.setup('info'); log = logging.getLogger('common.x')\n"
+        "for n in range(3000): log.info('x' * 80)\n"
+        "logs.CLOSE_TIMEOUT_S = 0.2; writer.close(); log.error('late'); raise SystemExit(7)"
+    )
+    reader, written = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=written, cwd=ROOT)
+    os.close(written)
+    try:
+        assert process.wait(30) == 7
+    finally:
+        process.kill()
+        os.close(reader)
 
 
 def test_under_journald_the_priority_leads(root_logger: None, monkeypatch: pytest.MonkeyPatch) -> None:
