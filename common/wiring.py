@@ -20,7 +20,9 @@ from common.trace import TraceWriter
 from common.worker import WorkerOptions
 
 
-def make_backend(config: SharedConfig, *, max_batch: int = 16, token_budget: int = 0, max_stretch: float = 3.0) -> LocalBackend:
+def make_backend(
+    config: SharedConfig, *, max_batch: int = 16, token_budget: int = 0, max_stretch: float = 3.0
+) -> LocalBackend:
     """The engine that the configuration names, not started yet."""
     engine = config.engine
     options = WorkerOptions(
