@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     setting.cache.mkdir(parents=True, exist_ok=True)
     document = new_document(args, setting)
     models = [prfaas_home() / "models" / name for name in args.models]
-    engines = available([ENGINES[name] for name in args.engines], models[0], setting, document)
+    engines = available([ENGINES[name] for name in args.engines], models, setting, document)
     for number in range(args.rounds):
         for model in models:
             measure_round(number, model, engines, setting, document, args.out)
@@ -71,20 +71,28 @@ def new_document(args: argparse.Namespace, setting: Setting) -> Document:
     }
 
 
-def available(engines: list[Engine], model: Path, setting: Setting, document: Document) -> list[Engine]:
-    """Build what is missing, before anything is measured; engines that cannot be had are noted and left out."""
+def available(engines: list[Engine], models: list[Path], setting: Setting, document: Document) -> list[Engine]:
+    """Build and write what is missing, before anything is measured; engines that no model can have are left out."""
     found = []
     for engine in engines:
-        try:
-            with tempfile.TemporaryDirectory(prefix="prfaas-") as folder:
-                make_server(engine, model, setting, Path(folder))
-        except Unavailable as error:
-            document["skipped"][engine.name] = str(error)
-            say(f"{engine.name} is left out: {error}")
+        reasons = [why for model in models if (why := reason_against(engine, model, setting)) is not None]
+        if len(reasons) == len(models):
+            document["skipped"][engine.name] = reasons[0]
+            say(f"{engine.name} is left out: {reasons[0]}")
         else:
             document["engines"][engine.name] = f"{engine.about} ({engine.precision})"
             found.append(engine)
     return found
+
+
+def reason_against(engine: Engine, model: Path, setting: Setting) -> str | None:
+    """Why this engine cannot serve this model here; None when it can."""
+    with tempfile.TemporaryDirectory(prefix="prfaas-") as folder:
+        try:
+            make_server(engine, model, setting, Path(folder))
+        except Unavailable as error:
+            return str(error)
+    return None
 
 
 def measure_round(
