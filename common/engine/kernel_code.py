@@ -22,7 +22,7 @@ ROWS = 3  # rows of W in a tile; ROWS * MAX_X accumulators, ROWS weights and one
 MAX_X = 4  # rows of x that one pass over a tile serves
 LANES = 8
 # From so many rows of x on, a block is unpacked to float32 once instead of in every pass.
-UNPACK_FROM = {"float32": 1 << 62, "bfloat16": 32, "int8": 16, "int4": 4}
+UNPACK_FROM = {"float32": 1 << 62, "bfloat16": 32, "int8": 16, "int4": 6}
 PREFETCH_BYTES = 4096  # how far ahead in the tile's stream
 
 # Weights of each row in a chunk, and the bytes of a chunk.
@@ -47,7 +47,7 @@ Entry = Callable[[int, int, int, int, int, int, int], None]
 class Kernels:
     """Entry points by weight format: f(plan, x, x_stride, num_x, out, scratch, threads), addresses and counts.
 
-    `x_stride` counts floats. `scratch` has `scratch_bytes` of the plan per thread, needed when num_x >= UNPACK_FROM[format].
+    `x_stride` counts floats. `scratch` has `scratch_bytes` of the plan per thread, needed from UNPACK_FROM[format] on.
     `out` takes each segment's [num_x, num_rows] after the other. Calls may run at once on any threads.
     """
 
@@ -89,7 +89,10 @@ def _compile() -> Kernels:
     ):
         raise RuntimeError(f"{machine_name} without AVX2 and FMA")
     # torch's own OpenMP threads: a second pool would fight with them for the cores.
-    parallel = ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
+    run = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    parallel = (ctypes.cast(run, ctypes.c_void_p).value or 0) if run is not None else 0
+    if not parallel:
+        log.info("torch has no OpenMP of GNU's kind: matrix kernels run on one thread")
     target = llvm.Target.from_default_triple()
     machine = target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=2)
     module = llvm.parse_assembly(source(parallel))
@@ -101,7 +104,7 @@ def _compile() -> Kernels:
 
 
 def source(parallel: int) -> str:
-    """The LLVM module; `parallel` is the address of GOMP_parallel."""
+    """The LLVM module; `parallel` is the address of GOMP_parallel, or 0 where there is none."""
     parts = [
         f"declare {_VECTOR} @llvm.fma.v{LANES}f32({_VECTOR}, {_VECTOR}, {_VECTOR})",
         "declare i64 @llvm.umin.i64(i64, i64)",
@@ -163,8 +166,10 @@ def _weights(code: _Code, name: str, chunk: str, row: int, part: int) -> str:
     wide = code.value(f"zext <8 x i8> {small} to <8 x i32>")
     four = code.value(f"lshr <8 x i32> {wide}, splat (i32 4)" if part % 2 else f"and <8 x i32> {wide}, splat (i32 15)")
     level = code.value(f"sitofp <8 x i32> {four} to {_VECTOR}")
-    scale, low = (_spread(code, code.at(chunk, (row + offset) * 4)) for offset in (0, ROWS))
-    return code.value(f"call {_VECTOR} @llvm.fma.v8f32({_VECTOR} {scale}, {_VECTOR} {level}, {_VECTOR} {low})")
+    # A 4-bit level times a scale of 11 bits is exact, so this rounds once, as a fused operation would, but needs one
+    # register less.
+    product = code.value(f"fmul {_VECTOR} {level}, {_spread(code, code.at(chunk, row * 4))}")
+    return code.value(f"fadd {_VECTOR} {product}, {_spread(code, code.at(chunk, (ROWS + row) * 4))}")
 
 
 def _spread(code: _Code, address: str) -> str:
@@ -335,7 +340,11 @@ def _entry(name: str, parallel: int) -> str:
     code.do("entry:", f"%call = alloca [{len(_CALL)} x i64], align 16")
     for i, slot in enumerate(_CALL):
         code.do(f"store i64 {'0' if i < 2 else '%' + slot}, ptr {code.at('%call', i, 'i64')}")
-    code.do("%alone = icmp slt i32 %threads, 2", "br i1 %alone, label %serial, label %parallel", "serial:")
+    code.do(
+        f"%alone = icmp slt i32 %threads, {2 if parallel else 1 << 30}",
+        "br i1 %alone, label %serial, label %parallel",
+        "serial:",
+    )
     code.do(f"call void @worker_{name}(ptr %call)", "ret void", "parallel:")
     code.do(f"%run = inttoptr i64 {parallel} to ptr")
     code.do(f"call void %run(ptr @worker_{name}, ptr %call, i32 %threads, i32 0)", "ret void")

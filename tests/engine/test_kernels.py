@@ -343,3 +343,19 @@ def test_a_cpu_without_the_instructions(monkeypatch) -> None:
     monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: llvm.targets.FeatureMap())
     assert kernel_code.kernels() is None and "riscv64" in kernel_code.reason()
     assert kernels.accelerate(block()).reason == kernel_code.reason()
+
+
+def test_without_openmp_one_thread_does_all(monkeypatch, made) -> None:
+    class Nothing:
+        pass
+
+    weight, x = weight_in("float32", 400, 512), random(3, 512)
+    monkeypatch.setattr(kernel_code.ctypes, "CDLL", lambda _name: Nothing())
+    monkeypatch.setattr(kernel_code, "_made", [])
+    serial = kernel_code.kernels()
+    assert serial is not None
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(product(serial, weight, "float32")(x)[0], product(made, weight, "float32")(x)[0])
+    finally:
+        torch.set_num_threads(1)
