@@ -16,7 +16,7 @@ from pydantic import Field
 
 from common.config_load import load_file as load
 from common.config_load import parse_text
-from common.config_machine import MAKE_MODEL, check_cpus, check_device, check_folder_of, check_model
+from common.config_machine import MAKE_MODEL, check_cpus, check_device, check_folder, check_folder_of, check_model
 from common.config_render import changes, plain, render, restart_problems
 from common.config_secrets import check_bind, read_key, read_lines, unreadable
 from common.config_types import Duration, FilePath, IntList, Problem, RootSection, Section, Size, When, key
@@ -289,6 +289,8 @@ def _check_machine(config: SharedConfig, when: When) -> Iterator[Problem]:
         yield from check_model("model.path", config.model.path)
     if config.engine.backend == "local" and when == "check":
         yield from check_device("engine.device", config.engine.device)
+    if config.node.state_dir is not None:
+        yield from check_folder("node.state_dir", config.node.state_dir)
     if config.control.socket is not None:
         yield from check_folder_of("control.socket", config.control.socket, may_exist=False)
     if config.log.trace_file is not None:

@@ -7,6 +7,7 @@ is no CPU. Knows no section; called by the configuration's checks.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -64,5 +65,18 @@ def check_folder_of(path: str, file: Path, *, may_exist: bool) -> Iterator[Probl
         yield Problem((path,), f"{folder} is not a directory, or may not be entered: make it first")
     elif file.is_dir():
         yield Problem((path,), f"{file} is a directory")
+    elif may_exist and file.exists() and not file.is_file():
+        yield Problem((path,), f"{file} is not a regular file")
     elif not os.access(written, os.W_OK):
         yield Problem((path,), f"{written} may not be written to by this user")
+
+
+def check_folder(path: str, folder: Path) -> Iterator[Problem]:
+    """A folder in which no file can be made, and that could not be made itself. Leaves nothing behind."""
+    tried = folder if folder.exists() else folder.parent
+    try:
+        # Not os.access: a read-only or special file system refuses root as well.
+        with tempfile.TemporaryFile(dir=tried):
+            pass
+    except OSError as error:
+        yield Problem((path,), f"{tried} cannot be used, or cannot be made a directory: {error.strerror or error}")

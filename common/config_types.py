@@ -90,6 +90,8 @@ def _path(value: object, info: ValidationInfo) -> Path | None:
         return value
     if not isinstance(value, str):
         raise ValueError('must be a path in quotes, or "" for none')
+    if "\0" in value:
+        raise ValueError("must not have a NUL byte: no file has such a name")
     base = (info.context or {}).get("base")
     path = Path(value).expanduser()
     return path if base is None else Path(base) / path

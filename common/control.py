@@ -13,6 +13,7 @@ import fcntl
 import json
 import logging
 import os
+import resource
 import socket
 import stat
 from collections.abc import Awaitable, Callable, Mapping
@@ -216,4 +217,9 @@ async def bind_http(runner: web.AppRunner, host: str, port: int, setting: str) -
     except OSError as error:
         await runner.cleanup()
         raise StartupError(f"cannot bind {host}:{port} ({setting}): {error.strerror or error}") from error
+    if not runner.addresses:
+        # uvloop hands out duplicates of its sockets, and none when no descriptor is left for them.
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        await runner.cleanup()
+        raise StartupError(f"cannot serve {host}:{port} ({setting}): {soft} file descriptors (ulimit -n) are too few")
     return int(runner.addresses[0][1])

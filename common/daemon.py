@@ -138,6 +138,7 @@ def version_facts(daemon: str, model: str | None) -> dict[str, Any]:
 
 def run_daemon(program: Program[C], argv: Sequence[str] | None = None) -> int:
     """Run the daemon until it is told to stop; returns the exit code of errors.py."""
+    open_standard_streams()
     # A watchdog's SIGABRT leaves the stacks of all threads in the log. Until our handler is in place SIGHUP would kill.
     faulthandler.enable(2)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -168,6 +169,18 @@ def run_daemon(program: Program[C], argv: Sequence[str] | None = None) -> int:
     from common.lifecycle import run_service
 
     return run_service(program, config, path, args.fake_peer)
+
+
+def open_standard_streams() -> None:
+    """Give descriptors 0, 1 and 2 to /dev/null where they are closed: the next sockets would become our log."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free: this one
+    # Python has None for a stream whose descriptor was closed when it started.
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def load_or_default(path: Path | None, root: type[C], environment: When) -> C:

@@ -83,7 +83,6 @@ class Closed:
     code: str
     is_remote: bool
 
-
     @property
     def is_fault(self) -> bool:
         """The protocol was broken, by either end or by what damaged bytes on the way."""

@@ -78,6 +78,7 @@ def problems(text: str, root: type[cfg.SharedConfig] = DecodeConfig, base: Path 
         ("[security]\nkey_file = '/'", "security.key_file: / is not a regular file"),
         ("[security]\nmode = 'tls'", "security.mode: should be 'key' (got 'tls')"),
         ("[http]\napi_key_file = '/none/keys'", "http.api_key_file: /none/keys cannot be read"),
+        ('[control]\nsocket = "/tmp/a\\u0000b"', "control.socket: must not have a NUL byte: no file has such a name"),
         ("[drain]\ntimeout = '-1s'", "drain.timeout: '-1s' is not a duration"),
     ],
 )
@@ -260,6 +261,24 @@ def test_files_to_be_made_need_a_directory(tmp_path: Path, model_dir: Path, key:
         found = machine_problems(model_dir, f"[{section}]\n{name} = '{tmp_path}/{where}'\n")
         assert found == [f"{key}: {says} (line 4)"]
     assert machine_problems(model_dir, f"[{section}]\n{name} = '{tmp_path}/x'\n") == []
+
+
+def test_a_trace_goes_into_a_regular_file(tmp_path: Path, model_dir: Path) -> None:
+    """Opening a FIFO would wait for its reader."""
+    os.mkfifo(tmp_path / "fifo")
+    for where in (tmp_path / "fifo", Path("/dev/null")):
+        found = machine_problems(model_dir, f"[log]\ntrace_file = '{where}'\n")
+        assert found == [f"log.trace_file: {where} is not a regular file (line 4)"]
+
+
+def test_a_state_dir_that_cannot_be_used_is_refused(tmp_path: Path, model_dir: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for where in ("/proc/xx", tmp_path / "file", tmp_path / "file" / "st", tmp_path / "none" / "st"):
+        (found,) = machine_problems(model_dir, f"[node]\nstate_dir = '{where}'\n")
+        assert found.startswith("node.state_dir: ") and "cannot be used" in found
+    for where in (tmp_path, tmp_path / "new"):
+        assert machine_problems(model_dir, f"[node]\nstate_dir = '{where}'\n") == []
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_file_of_the_other_daemon_is_known_as_such() -> None:

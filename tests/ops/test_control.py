@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from common import control_client
-from common.control import ControlServer, http_routes
+from common.control import ControlServer, bind_http, http_routes
 from common.control_client import (
     MAX_REQUEST_BYTES,
     ControlClient,
@@ -326,3 +326,11 @@ async def test_only_read_only_verbs_are_mounted_on_http() -> None:
     assert isinstance(response, web.Response)
     assert response.text == '{"state":"ready","path":"/x"}'
     assert response.headers["Content-Type"] == "application/json"
+
+
+async def test_too_few_descriptors_for_http_are_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvloop lists no socket of a server when no descriptor is left to duplicate it."""
+    runner = web.AppRunner(web.Application())
+    monkeypatch.setattr(web.AppRunner, "addresses", [])
+    with pytest.raises(StartupError, match=r"\(http.port\): [0-9]+ file descriptors \(ulimit -n\) are too few"):
+        await bind_http(runner, "127.0.0.1", 0, "http.port")

@@ -30,6 +30,20 @@ def program(*args: str, module: str = "decoded", **env: str) -> subprocess.Compl
 # Arguments, --check, --print-config
 
 
+def test_closed_standard_streams_are_opened_first() -> None:
+    """Else the event loop's descriptors would take their numbers, and a warning would end the process."""
+    text = "import os, sys; from common.daemon import open_standard_streams as o; o(); sys.stderr.write('x');"
+    text += "print([os.readlink(f'/proc/self/fd/{n}') for n in (0, 2)])"
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: (os.close(0), os.close(2)),
+    )
+    assert (done.returncode, done.stdout) == (0, "['/dev/null', '/dev/null']\n")
+
+
 @pytest.mark.parametrize("module", ["prefilld", "decoded"])
 def test_help_says_what_signals_and_exit_codes_mean(module: str) -> None:
     done = program("--help", module=module)
