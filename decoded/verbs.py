@@ -95,7 +95,8 @@ def parse_threshold(value: object) -> float:
     text = str(value)
     if text == "inf":
         return math.inf
-    if not (text.isascii() and text.isdigit() and int(text) <= _MAX_THRESHOLD):
+    # Python refuses to read numbers of thousands of digits.
+    if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) <= _MAX_THRESHOLD):
         raise ControlError(f"threshold {text[:40]!r} is not a token count from 0 to {_MAX_THRESHOLD}, nor inf")
     return float(text)
 
