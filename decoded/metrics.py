@@ -63,6 +63,9 @@ class DecodeMetrics:
         self.output_tokens = Counter("prfaas_output_tokens_total", "Output tokens of all choices.", registry=r)
         self.wire_bytes = Counter("prfaas_wire_bytes_total", "Encoded state bytes received.", ["peer"], registry=r)
         self.raw_bytes = Counter("prfaas_raw_bytes_total", "Decoded state bytes received.", ["peer"], registry=r)
+        self._make_gauges(r)
+
+    def _make_gauges(self, r: CollectorRegistry) -> None:
         self.running = Gauge("prfaas_running_requests", "Requests admitted and not finished.", registry=r)
         self.queued = Gauge("prfaas_queued_requests", "Requests waiting for admission.", registry=r)
         self.queued_tokens = Gauge("prfaas_queued_prompt_tokens", "Prompt tokens of queued requests.", registry=r)
