@@ -44,6 +44,10 @@ ONLY_IN = {
 }
 """Sections by which a file that was given to the wrong daemon is known."""
 MAX_STATE_BYTES = 4 * GIB
+MAX_CONNECTIONS_WHY = (
+    "HTTP connections at a time. One more closes the one that is idle for longest, or gets 503 when all are busy. A"
+    " quarter of the process's file descriptors, 256 at most, is never given to them."
+)
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -207,7 +211,8 @@ class StreamConfig(Section):
     )
     progress_timeout: Duration = key(
         60.0,
-        "A remote prefill that shows neither progress nor bytes for so long is given up and computed elsewhere.",
+        "A remote prefill that shows neither progress nor bytes for so long is given up by decoded and computed"
+        " elsewhere; prefilld gives up one whose peer, connected, takes nothing of its state for so long.",
         ge=1,
         le=3600,
     )

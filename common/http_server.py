@@ -15,6 +15,7 @@ import os
 import resource
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -29,13 +30,13 @@ LINGER_S = 2.0
 _WRITE_TIMEOUT_S = 300
 _MAX_RESERVE = 256
 _MAX_PIPELINED = 4
-_WATCH_S = 1.0
+WATCH_S = 1.0
 _CODES = {404: "not_found", 405: "method_not_allowed", 417: "expectation_failed", 500: "internal"}
 _TOLD = {
     "head": "HTTP connections without a request were closed",
     "idle": "no room for another HTTP connection: the one that was idle for longest was closed",
     "connections": "an HTTP connection was refused: all of http.max_connections are busy",
-    "descriptors": "an HTTP connection was refused: the file descriptors that are left are kept for links and control",
+    "descriptors": "an HTTP connection was refused: the last file descriptors are for links and control",
     "exhausted": "no file descriptor is left: connections of every kind are lost until one is closed",
 }
 
@@ -53,8 +54,16 @@ def descriptor_reserve(limit: int) -> int:
     return min(_MAX_RESERVE, limit // 4)
 
 
+def num_descriptors() -> int:
+    """File descriptors this process has open."""
+    folder = Path("/proc/self/fd")
+    # The size is their number since Linux 6.2 and 0 before.
+    return folder.stat().st_size or sum(1 for _ in folder.iterdir()) - 1
+
+
 def error_response(status: int, message: str, code: str | None, headers: dict[str, str] | None = None) -> web.Response:
     """A refusal in the form OpenAI's API has."""
+    headers = {"Server": "prfaas", **(headers or {})}  # no application adds it to what is refused before its routes
     return web.Response(body=_error_body(status, message, code), status=status, headers=headers, content_type=_JSON)
 
 
@@ -69,7 +78,7 @@ class Guard:
         head_timeout_s: float = HEAD_TIMEOUT_S,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
-        self.max_connections = max_connections
+        self.max_connections = self.num_for_connections = max_connections
         self.head_timeout_s, self.idle_timeout_s = head_timeout_s, idle_timeout_s
         self.connections = Gauge(
             "prfaas_http_connections",
@@ -106,14 +115,25 @@ class Guard:
         self._closed.labels(reason).inc()
         self._tell(reason, logging.INFO if reason == "head" else logging.WARNING)
 
-    def check_descriptors(self) -> None:
-        """See whether any is left: uvloop drops connections without a word when there is none."""
+    def look_at_descriptors(self, num_open: int) -> None:
+        """See how many are left for connections, of which there are `num_open`, and whether any is left at all.
+
+        Without this nobody would know: uvloop drops connections without a word when there is none.
+        """
+        limit = descriptor_limit()
         try:
+            self.num_for_connections = limit - descriptor_reserve(limit) - (num_descriptors() - num_open)
             os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._exhausted.inc(_WATCH_S)
+                self._exhausted.inc(WATCH_S)
                 self._tell("exhausted", logging.ERROR)
+
+    def lacks(self, num_open: int) -> str:
+        """What there is too little of for one more connection, "" for nothing."""
+        if num_open >= self.max_connections:
+            return "connections"
+        return "descriptors" if num_open >= self.num_for_connections else ""
 
     def _tell(self, reason: str, level: int) -> None:
         num_held = self._damper.admit(reason)
@@ -153,22 +173,21 @@ class GuardedRunner(web.AppRunner):
 
     async def _make_server(self) -> web.Server:
         plain = await super()._make_server()
-        limit = descriptor_limit()
-        allowed = limit - descriptor_reserve(limit)
-        if self._guard.max_connections > allowed:
-            extra = {"max_connections": self._guard.max_connections, "descriptors": limit, "allowed": allowed}
+        server = _Server(plain, self._guard, self._options)
+        self._look_at_descriptors(server)
+        if self._guard.max_connections > (allowed := self._guard.num_for_connections):
+            extra = {"max_connections": self._guard.max_connections, "allowed": allowed, "limit": descriptor_limit()}
             log.warning("http.max_connections is more than the limit of file descriptors allows", extra=extra)
-        self._look_at_descriptors()
-        return _Server(plain, self._guard, self._options)
+        return server
 
     async def _cleanup_server(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
         await super()._cleanup_server()
 
-    def _look_at_descriptors(self) -> None:
-        self._guard.check_descriptors()
-        self._watch = asyncio.get_running_loop().call_later(_WATCH_S, self._look_at_descriptors)
+    def _look_at_descriptors(self, server: _Server) -> None:
+        self._guard.look_at_descriptors(server.num_open)
+        self._watch = asyncio.get_running_loop().call_later(WATCH_S, self._look_at_descriptors, server)
 
 
 class _Server(web.Server):
@@ -182,41 +201,40 @@ class _Server(web.Server):
         self._open: set[web.RequestHandler] = set()
         self._idle: dict[web.RequestHandler, asyncio.TimerHandle | None] = {}  # longest first; a timer before the head
 
+    @property
+    def num_open(self) -> int:
+        """Connections that are neither closed nor about to be."""
+        return len(self._open)
+
     def __call__(self) -> web.RequestHandler:
         return _Connection(self, loop=asyncio.get_running_loop(), **self._options)
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
-        peer = transport.get_extra_info("socket")
-        lacks = self._lacks(peer)
+        lacks = self.guard.lacks(self.num_open)
         if lacks and not self._close_idle():
             self.guard.count_closed(lacks)
             transport.write(_FULL)
             handler.force_close()
             return
+        peer = transport.get_extra_info("socket")
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _WRITE_TIMEOUT_S * 1000)
         self._open.add(handler)
-        self.guard.connections.set(len(self._open))
+        self.guard.connections.set(self.num_open)
         self._idle[handler] = self._loop.call_later(self.guard.head_timeout_s, self._no_head, handler)
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
         super().connection_lost(handler, exc)
         self._forget(handler)
 
-    def _lacks(self, peer: Any) -> str:
-        """What there is too little of for one more connection, "" for nothing."""
-        limit = descriptor_limit()
-        # A new socket has the lowest free number: all below are taken, by whomever.
-        if peer.fileno() >= limit - descriptor_reserve(limit):
-            return "descriptors"
-        return "connections" if len(self._open) >= self.guard.max_connections else ""
-
     def _close_idle(self) -> bool:
+        """Close the one that is idle for longest; one that has to send its answer yet is not."""
         for handler in self._idle:
-            self.guard.count_closed("idle")
-            self._forget(handler)
-            handler.force_close()
-            return True
+            if handler.transport is None or not handler.transport.get_write_buffer_size():
+                self.guard.count_closed("idle")
+                self._forget(handler)
+                handler.force_close()
+                return True
         return False
 
     def _no_head(self, handler: web.RequestHandler) -> None:
@@ -227,7 +245,7 @@ class _Server(web.Server):
     def _forget(self, handler: web.RequestHandler) -> None:
         self._busy(handler)
         self._open.discard(handler)
-        self.guard.connections.set(len(self._open))
+        self.guard.connections.set(self.num_open)
 
     def _busy(self, handler: web.RequestHandler) -> None:
         timer = self._idle.pop(handler, None)
@@ -267,6 +285,9 @@ class _Connection(web.RequestHandler):
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """The answer to malformed HTTP (400) or to what no application foresaw; the connection closes after it."""
+        has_begun = request.writer.output_size > 0
+        if isinstance(exc, ConnectionError) and (has_begun or request.transport is None):
+            raise exc  # the client left, or an application that has begun its answer gave up
         if status == 400:
             if isinstance(self._manager, _Server):
                 self._manager.guard.malformed.inc()
@@ -275,7 +296,7 @@ class _Connection(web.RequestHandler):
         else:
             text = "The request failed unexpectedly."
             log.error("an HTTP request failed unexpectedly", exc_info=exc, extra={"path": request.path[:200]})
-        if request.writer.output_size > 0:
+        if has_begun:
             raise ConnectionError("the answer has begun; it cannot become an error")
         response = error_response(status, text, "invalid_http" if status == 400 else _CODES.get(status))
         response.force_close()

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator
 
-from common.config import MAX_STATE_BYTES, NAME, SharedConfig, check_bind, read_lines, unreadable
+from common.config import MAX_CONNECTIONS_WHY, MAX_STATE_BYTES, NAME, SharedConfig, check_bind, read_lines, unreadable
 from common.config_types import Array, Duration, FilePath, Problem, Section, Size, Threshold, When, key, required
 from common.hosts import is_loopback
 from common.units import GIB, KIB, MIB
@@ -56,6 +56,12 @@ class HttpConfig(Section):
     max_bulk_bodies: int = key(
         8, "Bodies above 512 KiB taken in at the same time; each may be max_body_bytes long.", ge=1, le=1024
     )
+    max_total_body_bytes: Size = key(
+        256 * MIB,
+        "Request bodies in memory together, from their first byte until they are tokenised; past it clients get 503.",
+        ge=1 * KIB,
+    )
+    max_connections: int = key(512, MAX_CONNECTIONS_WHY, ge=1, le=1 << 20)
     sse_comment: Duration = key(
         2.0,
         "A stream silent for so long gets a comment, so that proxies keep it open and dead clients show.",
@@ -167,6 +173,11 @@ class DecodeConfig(SharedConfig):
     def check(self) -> Iterator[Problem]:
         yield from super().check()
         yield from check_bind("http.host", self.http.host, self.http.api_key_file, "http.api_key_file")
+        if self.http.max_total_body_bytes < self.http.max_body_bytes:
+            yield Problem(
+                ("http.max_total_body_bytes", "http.max_body_bytes"),
+                "less than http.max_body_bytes: the longest body could never be taken",
+            )
         for what in ("name", "address"):
             counts = Counter(getattr(peer, what) for peer in self.peers)
             seen: set[str] = set()

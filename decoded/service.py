@@ -198,6 +198,8 @@ class DecodeService:
             default_max_tokens=http.default_max_tokens,
             max_body_bytes=http.max_body_bytes,
             max_bulk_bodies=http.max_bulk_bodies,
+            max_total_body_bytes=http.max_total_body_bytes,
+            max_connections=http.max_connections,
             sse_comment_s=http.sse_comment,
             allow_route_override=http.allow_route_override,
             warning=self.warning,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from common.config import MAX_STATE_BYTES, SharedConfig, check_bind
+from common.config import MAX_CONNECTIONS_WHY, MAX_STATE_BYTES, SharedConfig, check_bind
 from common.config_types import Problem, Section, Size, key
 from common.units import MIB
 
@@ -26,6 +26,7 @@ class HttpConfig(Section):
 
     host: str = key("127.0.0.1", "Address to bind.", min_length=1)
     port: int = key(7480, "TCP port; 0 takes a free one.", ge=0, le=65535)
+    max_connections: int = key(128, MAX_CONNECTIONS_WHY, ge=1, le=1 << 20)
 
 
 class LimitsConfig(Section):

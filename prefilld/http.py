@@ -9,11 +9,16 @@ from aiohttp import web
 from common.control import http_routes, json_response, name_server
 from common.daemon import Handler
 from common.errors import Draining
+from common.http_server import GUARD, Guard, GuardedRunner, error_response
 from common.metrics import CONTENT_TYPE
 
 
 def make_app(
-    *, readiness: Callable[[], tuple[bool, str]], metrics: Callable[[], bytes], handlers: Mapping[str, Handler]
+    *,
+    readiness: Callable[[], tuple[bool, str]],
+    metrics: Callable[[], bytes],
+    handlers: Mapping[str, Handler],
+    guard: Guard,
 ) -> web.Application:
     """`handlers` are the control verbs; the read-only ones are served under /control."""
 
@@ -33,6 +38,7 @@ def make_app(
         return json_response(await handlers["version"]({}))
 
     app = web.Application(middlewares=[_answer_errors])
+    app[GUARD] = guard
     name_server(app)
     app.router.add_get("/livez", livez)
     app.router.add_get("/readyz", readyz)
@@ -46,18 +52,21 @@ def make_app(
 async def _answer_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """What is not there, in the JSON that decoded answers with too."""
+    """What is not there, and any body at all, in the JSON that decoded answers with too."""
+    if request.body_exists:
+        refusal = error_response(413, "This server takes no request bodies.", "body_too_large")
+        refusal.force_close()
+        return refusal
     try:
         return await handler(request)
     except web.HTTPClientError as error:
         is_missing = error.status in (404, 405)
         message = f"There is no {request.method} {request.path[:200]}." if is_missing else error.reason
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status)
-        detail = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
         allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-        return json_response({"error": detail}, status=error.status, headers=allow)
+        return error_response(error.status, message, code, allow)
 
 
 def make_runner(app: web.Application) -> web.AppRunner:
-    """A runner that does not wait for idle scrapers when the daemon stops."""
-    return web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    """A runner that reads no body, and does not wait for idle scrapers when the daemon stops."""
+    return GuardedRunner(app, linger_s=0)

@@ -15,6 +15,7 @@ from common.config import changes, restart_problems
 from common.control import bind_http
 from common.daemon import FakePeer, Handler, version_facts
 from common.errors import ConfigError, EngineDead, PdError
+from common.http_server import Guard
 from common.logs import Damper
 from common.looplag import LoopLag
 from common.metrics import Metrics
@@ -76,7 +77,12 @@ class PrefillService:
         self._server.on_refused, self._server.on_fault = self._on_refused, self._on_fault
         self._server.on_stream_refused = self._on_stream_refused
         await self._server.start(config.listen.host, config.listen.port)
-        app = make_app(readiness=self._readiness, metrics=self._render_metrics, handlers=self.control_handlers())
+        app = make_app(
+            readiness=self._readiness,
+            metrics=self._render_metrics,
+            handlers=self.control_handlers(),
+            guard=Guard(self._metrics.registry, config.http.max_connections),
+        )
         self._runner = make_runner(app)
         port = await bind_http(self._runner, config.http.host, config.http.port, "http.port")
         self._watch = asyncio.create_task(self._watch_engine())

@@ -6,6 +6,7 @@ files: what it needs is in ApiSettings and behind the Dispatcher Protocol.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,6 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from common.control import name_server
 from common.errors import Draining, PdError
+from common.http_server import GUARD, Guard, GuardedRunner
 from decoded.api.auth import REQUEST_ID, TENANT, KeyRing, read_request_id
 from decoded.api.bulk import Preparer
 from decoded.api.contract import ApiSettings, Dispatcher
@@ -31,6 +33,8 @@ KEY_RING = web.AppKey("key_ring", KeyRing)
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 _CLIENT_LEFT = 499
+
+log = logging.getLogger(__name__)
 
 
 def make_app(
@@ -49,6 +53,7 @@ def make_app(
         middlewares=[_count(counter), _answer_errors(settings, dispatcher), _identify(keys)],
     )
     app[KEY_RING] = keys
+    app[GUARD] = Guard(registry, settings.max_connections)
     name_server(app)
     if settings.warning:
         app.on_response_prepare.append(_warn(settings.warning))
@@ -69,7 +74,7 @@ def make_app(
 
 def make_runner(app: web.Application, **options: Any) -> web.AppRunner:
     """A runner for the application: a vanished client cancels its handler, requests are not logged line by line."""
-    return web.AppRunner(app, **{"handler_cancellation": True, "access_log": None, "shutdown_timeout": 1.0, **options})
+    return GuardedRunner(app, **options)
 
 
 class _Pages:
@@ -147,12 +152,30 @@ def _answer_errors(settings: ApiSettings, dispatcher: Dispatcher) -> Any:
             response = _error(error)
         except web.HTTPException as error:
             response = _error(_from_aiohttp(error, request, settings), error.headers.get("Allow"))
+        except Exception as error:
+            has_begun = request.writer.output_size > 0
+            if isinstance(error, ConnectionError) and (has_begun or request.transport is None):
+                raise  # the client left while it was answered
+            bug = _log_bug(error, request)
+            if has_begun:
+                raise ConnectionError("the answer has begun; it cannot become an error") from error
+            if _route(request) in GENERATING and not request.get(SUBMITTED):
+                dispatcher.count_refused(bug)
+            response = _error(bug)
         request_id = request.get(REQUEST_ID)
         if request_id and not response.prepared:
             response.headers["X-Request-Id"] = request_id
         return response
 
     return middleware
+
+
+def _log_bug(error: Exception, request: web.Request) -> PdError:
+    """What nobody foresaw goes to the log with its traceback, and to the client without."""
+    request_id = request.get(REQUEST_ID)
+    extra = {"request_id": request_id, "path": _route(request)}
+    log.error("an HTTP request failed unexpectedly", exc_info=error, extra=extra)
+    return PdError("The request failed for a reason nobody foresaw; the server's log has it under the request id.")
 
 
 def _warn(text: str) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
@@ -171,9 +194,22 @@ def _identify(keys: KeyRing) -> Any:
         if request.path not in OPEN_PATHS:
             request[TENANT] = keys.tenant(request.headers.get("Authorization"))
             request[REQUEST_ID] = read_request_id(request.headers.get("X-Request-Id"))
+        _refuse_encodings(request)
         return await handler(request)
 
     return middleware
+
+
+def _refuse_encodings(request: web.Request) -> None:
+    """Bodies come as they are: a few KB that inflate to gigabytes are an old way to stop a server."""
+    named = ",".join(request.headers.getall("Content-Encoding", ()))
+    if any(coding.strip().lower() not in ("", "identity") for coding in named.split(",")):
+        raise RequestRefused(
+            f"The content encoding is {named[:80]!r}; send the body as plain JSON, without one.",
+            "Content-Encoding",
+            "unsupported_content_encoding",
+            415,
+        )
 
 
 def _from_aiohttp(error: web.HTTPException, request: web.Request, settings: ApiSettings) -> RequestRefused:

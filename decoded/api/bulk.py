@@ -12,14 +12,13 @@ import json
 import struct
 import sys
 from array import array
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import InvalidRequest, Overloaded
+from common.errors import InvalidRequest
+from decoded.api.bodies import BodyReader
 from decoded.api.contract import ApiSettings
 from decoded.api.errors import RequestRefused
 from decoded.api.prepare import Prepared, prepare
@@ -39,20 +38,19 @@ class Preparer:
 
     def __init__(self, tokenizer: Tokenizer, settings: ApiSettings) -> None:
         self._tokenizer, self._settings = tokenizer, settings
+        self._bodies = BodyReader(settings)
         self.threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="prepare")
         self._worker = BulkWorker(tokenizer.source)
-        self._num_bulk = 0
 
     async def prepare(self, kind: Kind, request: web.Request, limits: Limits) -> Prepared:
         """Read, parse, validate and tokenise a request's body.
 
         Raises:
             InvalidRequest: the body or a parameter is wrong.
-            Overloaded: too many large bodies are being read.
+            Overloaded: too many bodies are being read.
         """
         _check_content_type(request)
-        async with self._bulk_gate() as enter_gate:
-            body = await self._read(request, enter_gate)
+        async with self._bodies.read(request) as body:
             loop = asyncio.get_running_loop()
             if len(body) <= self._settings.bulk_body_bytes:
                 return await loop.run_in_executor(self.threads, prepare, kind, body, limits, self._tokenizer)
@@ -64,60 +62,6 @@ class Preparer:
         """Stop the threads and the worker."""
         await self._worker.close()
         self.threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _read(self, request: web.Request, enter_gate: Any) -> bytes:
-        """The body, refused as soon as it is known to be too large."""
-        # Here and not above: the worker process imports this module and needs to start fast.
-        from aiohttp import http_exceptions
-        from aiohttp.web import RequestPayloadError
-
-        settings = self._settings
-        if (request.content_length or 0) > settings.max_body_bytes:
-            raise _too_large(settings)
-        body = bytearray()
-        try:
-            async with asyncio.timeout(settings.body_timeout_s):
-                async for data in request.content.iter_any():
-                    body += data
-                    if len(body) > settings.max_body_bytes:
-                        raise _too_large(settings)
-                    if len(body) > settings.bulk_body_bytes:
-                        enter_gate()
-        except TimeoutError as error:
-            message = f"The body did not arrive within {settings.body_timeout_s:g} s."
-            raise RequestRefused(message, None, "body_timeout", 408) from error
-        except (http_exceptions.HttpProcessingError, RequestPayloadError) as error:
-            # A Content-Encoding that does not hold, a broken chunk: aiohttp raises these from the read.
-            message = f"The body cannot be read: {error}. Send plain JSON, or an intact Content-Encoding."
-            raise RequestRefused(message, None, "invalid_body") from error
-        return bytes(body)
-
-    @asynccontextmanager
-    async def _bulk_gate(self) -> AsyncIterator[Any]:
-        """Counts large bodies in memory; the function it gives refuses when there are too many."""
-        is_inside = False
-
-        def enter() -> None:
-            nonlocal is_inside
-            limit = self._settings.max_bulk_bodies
-            if is_inside:
-                return
-            if self._num_bulk >= limit:
-                raise Overloaded(
-                    f"{self._num_bulk} large request bodies are being read; at most {limit} are at a time.",
-                    gate="bulk_bodies",
-                    value=self._num_bulk,
-                    limit=limit,
-                    setting="http.max_bulk_bodies",
-                    retry_after_s=5.0,
-                )
-            is_inside = True
-            self._num_bulk += 1
-
-        try:
-            yield enter
-        finally:
-            self._num_bulk -= is_inside
 
 
 class BulkWorker:
@@ -218,11 +162,6 @@ def unpack_prepared(kind: Kind, reply: dict[str, Any], raw: bytes, limits: Limit
 def _kill(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         process.kill()
-
-
-def _too_large(settings: ApiSettings) -> RequestRefused:
-    message = f"The body is larger than {settings.max_body_bytes} bytes (http.max_body_bytes)."
-    return RequestRefused(message, None, "body_too_large", 413)
 
 
 def _check_content_type(request: web.Request) -> None:

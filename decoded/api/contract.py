@@ -20,7 +20,8 @@ class ApiSettings:
     """What the operator can set about the API.
 
     `api_keys` empty means no authentication. `max_prompts` bounds prompts x choices of one HTTP request.
-    `bulk_body_bytes` is the body size from which parsing and tokenising leave this process. `warning`, when there is
+    `bulk_body_bytes` is the body size from which parsing and tokenising leave this process; `max_total_body_bytes`
+    bounds all bodies in memory together, `body_stall_s` the wait for the next byte of one. `warning`, when there is
     one, is a header of every answer.
     """
 
@@ -32,7 +33,10 @@ class ApiSettings:
     max_prompts: int = 128
     bulk_body_bytes: int = 512 << 10
     max_bulk_bodies: int = 8
+    max_total_body_bytes: int = 256 << 20
+    max_connections: int = 512
     body_timeout_s: float = 120.0
+    body_stall_s: float = 20.0
     warning: str = ""
 
 

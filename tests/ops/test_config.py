@@ -51,6 +51,8 @@ def problems(text: str, root: type[cfg.SharedConfig] = DecodeConfig, base: Path 
         ),
         ("[http]\nhost = '0.0.0.0'", "http.host: '0.0.0.0' can be reached from other machines: set http.api_key_file"),
         ("[http]\nhost = ''", "http.host: String should have at least 1 character"),
+        ("[http]\nmax_connections = 0", "http.max_connections: should be greater than or equal to 1 (got 0)"),
+        ("[http]\nmax_body_bytes = '512MiB'", "http.max_total_body_bytes: less than http.max_body_bytes"),
         ("[[peers]]\nname = 'a'", "peers[0].address: is required (line 3)"),
         ("[[peers]]\nname = 'a b'\naddress='h:1'", "peers[0].name: has the wrong form"),
         ("[[peers]]\nname = 'a'\naddress='h'", 'peers[0].address: must be "host:port"'),

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -16,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from common import http_server
 from common.http_server import GUARD, Guard, GuardedRunner
+from prefilld.http import make_app, make_runner
 
 GET = b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -25,6 +27,7 @@ class Server:
 
     def __init__(self, max_connections: int = 100, **guard: float) -> None:
         self.registry = CollectorRegistry()
+        self.make_runner = GuardedRunner
         self.release = asyncio.Event()
         self.num_slow = 0
         self.clients: list[asyncio.StreamWriter] = []  # collected ones would close their connections
@@ -50,7 +53,7 @@ class Server:
         return web.Response(text=str(len(await request.content.read())))
 
     async def __aenter__(self) -> Server:
-        self.runner = GuardedRunner(self.app)
+        self.runner = self.make_runner(self.app)
         await self.runner.setup()
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 << 10)
@@ -169,12 +172,30 @@ async def test_the_last_descriptors_are_not_for_http(monkeypatch, caplog) -> Non
     async with Server() as server:
         assert await server.ask(GET % b"fast") == (200, b"fast")
         await server.until_open(0)
-        monkeypatch.setattr(http_server, "descriptor_limit", lambda: 8)
+        monkeypatch.setattr(http_server, "descriptor_limit", lambda: http_server.num_descriptors() + 1)
+        server.app[GUARD].look_at_descriptors(0)
         with caplog.at_level(logging.WARNING, "common.http_server"):
             for _ in range(3):
                 assert (await server.ask(b""))[0] == 503
         assert server.closed("descriptors") == 3
         assert len(caplog.records) == 1, "the log is damped"
+
+
+def test_descriptors_are_counted() -> None:
+    num = http_server.num_descriptors()
+    with socket.socket(), socket.socket():
+        assert http_server.num_descriptors() == num + 2
+    assert http_server.num_descriptors() == num == sum(1 for _ in Path("/proc/self/fd").iterdir()) - 1
+
+
+async def test_connections_get_what_others_and_the_reserve_leave(monkeypatch) -> None:
+    """And not what their numbers say: freed low ones are taken again while high ones stay open."""
+    guard = Guard(CollectorRegistry(), 1000)
+    monkeypatch.setattr(http_server, "descriptor_limit", lambda: 64)
+    monkeypatch.setattr(http_server, "num_descriptors", lambda: 25)
+    guard.look_at_descriptors(5)
+    assert guard.num_for_connections == 64 - 16 - 20
+    assert (guard.lacks(27), guard.lacks(28)) == ("", "descriptors")
 
 
 def test_the_reserve() -> None:
@@ -183,7 +204,7 @@ def test_the_reserve() -> None:
 
 async def test_descriptors_that_ran_out_are_seen(monkeypatch, caplog) -> None:
     guard = Guard(registry := CollectorRegistry(), 1)
-    guard.check_descriptors()
+    guard.look_at_descriptors(0)
     assert registry.get_sample_value("prfaas_no_descriptor_seconds_total") == 0
 
     def none_left(*_: object) -> int:
@@ -191,7 +212,7 @@ async def test_descriptors_that_ran_out_are_seen(monkeypatch, caplog) -> None:
 
     monkeypatch.setattr(os, "open", none_left)
     for _ in range(3):
-        guard.check_descriptors()
+        guard.look_at_descriptors(0)
     assert registry.get_sample_value("prfaas_no_descriptor_seconds_total") == 3
     assert ["no file descriptor is left" in r.getMessage() for r in caplog.records] == [True]
 
@@ -251,3 +272,19 @@ async def test_what_waits_behind_a_busy_request_is_bounded() -> None:
                 await asyncio.sleep(0.002)
         client.close()
         assert num_sent < 1_500_000, "all of it was taken in"
+
+
+@pytest.mark.parametrize("path", [b"livez", b"metrics", b"nowhere"])
+async def test_prefilld_takes_no_bodies(path: bytes) -> None:
+    server = Server()
+    guard = Guard(CollectorRegistry(), max_connections=10)
+    server.app = make_app(readiness=lambda: (True, ""), metrics=bytes, handlers={"version": None}, guard=guard)
+    server.make_runner = make_runner
+    async with server:
+        for head in (b"Content-Encoding: gzip\r\nContent-Length: 3000000", b"Transfer-Encoding: chunked"):
+            reader, _ = await server.connect(b"POST /%s HTTP/1.1\r\nHost: x\r\n%s\r\n\r\n" % (path, head))
+            status, body = await read_answer(reader)
+            assert (status, json.loads(body)["error"]["code"]) == (413, "body_too_large")
+            async with asyncio.timeout(5.0):
+                assert await reader.read() == b"", "the connection stays open for the rest of the body"
+        assert (await server.ask(b"POST /livez HTTP/1.1\r\nHost: x\r\n\r\n"))[0] == 405
