@@ -213,6 +213,19 @@ class LayoutMismatch(PeerError):
     differences: Mapping[str, tuple[object, object]] = {}
 
 
+class PeerInvalid(PeerError):
+    """The request asks for what cannot be: nothing to compute, a codec nobody knows. Asking again is pointless."""
+
+    wire_code = "invalid"
+    is_retryable = False
+
+
+class PeerTimeout(PeerError):
+    """The peer gave up: the request's deadline passed, or nothing of its state was taken for too long."""
+
+    wire_code = "timeout"
+
+
 class RequestDamaged(PeerError):
     """The request did not reach the peer as it was sent; nothing was computed. Asking the same peer again may help."""
 

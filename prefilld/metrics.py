@@ -14,7 +14,8 @@ class PrefillMetrics:
         r = registry
         self.prefills = Counter(
             "prfaas_prefills_total",
-            "Prefill requests by outcome (ok, cancelled, refused, lost, error); one sample is one Prefill message.",
+            "Prefill requests by outcome (ok, cancelled, refused, lost, timeout, error); one sample is one Prefill"
+            " message.",
             ["outcome"],
             registry=r,
         )

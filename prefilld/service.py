@@ -55,6 +55,7 @@ class PrefillService:
             self._prefill_metrics,
             max_staged_bytes=config.stream.max_staged_bytes,
             max_prompt_tokens=config.limits.max_prompt_tokens,
+            progress_timeout_s=config.stream.progress_timeout,
             trace=self._trace,
         )
         self._server: PrefillServer | None = None

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass
+from math import inf
 
 from common.backend import Backend, ChunkDone, ComputedSegment, PrefillJob, PrefillTask
 from common.errors import (
@@ -19,17 +20,20 @@ from common.errors import (
     PeerDraining,
     PeerEngineFailed,
     PeerError,
+    PeerInvalid,
     PeerShed,
+    PeerTimeout,
     PromptTooLong,
     TransferError,
 )
-from common.net.server import ServerStream
+from common.net.server import RemoteRequest, ServerStream
 from common.policy.admission import AdmissionController
 from common.policy.views import Demand
 from common.trace import TraceWriter
 from prefilld.metrics import PrefillMetrics
 
 log = logging.getLogger(__name__)
+_WATCH_S = 0.5
 
 
 @dataclass(slots=True)
@@ -47,6 +51,7 @@ class StreamRecord:
     ended_at: float = 0.0
     computing_s: float = 0.0
     paused_s: float = 0.0
+    is_timed_out: bool = False
 
     @property
     def is_sending(self) -> bool:
@@ -81,10 +86,12 @@ class StreamHandler:
         *,
         max_staged_bytes: int,
         max_prompt_tokens: int,
+        progress_timeout_s: float = 60.0,
         trace: TraceWriter | None = None,
     ) -> None:
         self.backend, self.admission, self.metrics = backend, admission, metrics
         self.max_staged_bytes, self.max_prompt_tokens = max_staged_bytes, max_prompt_tokens
+        self.progress_timeout_s = progress_timeout_s
         self._trace = trace
         self.is_draining = False
         self.active: dict[str, StreamRecord] = {}
@@ -103,15 +110,17 @@ class StreamHandler:
         self.active[record.key] = record
         self._idle.clear()
         outcome = "lost"
+        watch = asyncio.create_task(self._watch(stream, record))
         try:
             outcome = await self._serve(stream, record)
         except asyncio.CancelledError:
-            outcome = "cancelled"
+            outcome = "timeout" if record.is_timed_out else "cancelled"
             raise
         except (TransferError, PeerError) as e:
             outcome = "cancelled" if isinstance(e, PeerCancelled) else "lost"
             log.warning("stream ended early: %s", e, extra=_extra(record))
         finally:
+            watch.cancel()
             self.metrics.prefills.labels(outcome).inc()
             self._release(record)
             log.info("prefill %s", outcome, extra=_extra(record))
@@ -125,8 +134,27 @@ class StreamHandler:
         """Until no stream is in flight and everything sent was acknowledged."""
         await self._idle.wait()
 
+    async def _watch(self, stream: ServerStream, record: StreamRecord) -> None:
+        """End the stream, and with it this request's task, when waiting on makes no sense."""
+        deadline_s = stream.request.deadline_s
+        ends_at = record.arrived_at + (deadline_s if deadline_s is not None else inf)
+        while True:
+            await asyncio.sleep(max(0.0, min(_WATCH_S, ends_at - _now())))
+            now = _now()
+            if now >= ends_at:
+                why = f"the deadline of {deadline_s:g} s has passed"
+            elif stream.stalled_s(now) > self.progress_timeout_s:
+                limit = f"{self.progress_timeout_s:g} s (stream.progress_timeout)"
+                why = f"nothing of the state that waits was taken or acknowledged for {limit}"
+            else:
+                continue
+            record.is_timed_out = True
+            log.warning("stream given up: %s", why, extra=_extra(record))
+            await stream.fail(PeerTimeout(f"the prefill peer gave up: {why}"))
+            return
+
     async def _serve(self, stream: ServerStream, record: StreamRecord) -> str:
-        refusal = self._admit(record)
+        refusal = self._admit(stream.request, record)
         if refusal is not None:
             await stream.refuse(refusal)
             return "refused"
@@ -202,19 +230,21 @@ class StreamHandler:
         self.metrics.prompt_tokens.inc(chunk.stop - chunk.start)
         await stream.progress(chunk.stop)
 
-    def _admit(self, record: StreamRecord) -> PeerError | None:
+    def _admit(self, request: RemoteRequest, record: StreamRecord) -> PeerError | None:
         """None and the stream is admitted or queued, or why it is refused."""
         gate: str
         error: PeerError
-        demand = Demand(record.key, record.num_tokens, self.backend.state_bytes(record.num_tokens))
         if self.is_draining:
             gate, error = "draining", PeerDraining("this prefilld is draining and takes no new work")
-        elif 0 < self.max_prompt_tokens < record.num_tokens:
-            gate = "prompt_tokens"
-            error = PromptTooLong(
-                f"{record.num_tokens} tokens exceed limits.max_prompt_tokens = {self.max_prompt_tokens}"
-            )
+        elif request.start >= record.num_tokens:
+            what = f"start = {request.start} of {record.num_tokens} tokens"
+            gate, error = "invalid", PeerInvalid(f"{what}: there is nothing to compute")
+        elif request.deadline_s is not None and request.deadline_s <= 0:
+            gate, error = "deadline", PeerTimeout("the deadline has passed")
+        elif too_long := self._too_long(record.num_tokens):
+            gate, error = "prompt_tokens", PromptTooLong(too_long)
         else:
+            demand = Demand(record.key, record.num_tokens, self.backend.state_bytes(record.num_tokens))
             try:
                 is_running = self.admission.offer(demand) == "running"
             except Overloaded as e:
@@ -229,6 +259,13 @@ class StreamHandler:
         self.metrics.refused.labels(gate).inc()
         log.warning("prefill refused by gate %s: %s", gate, error, extra=_extra(record))
         return error
+
+    def _too_long(self, num_tokens: int) -> str:
+        if 0 < self.max_prompt_tokens < num_tokens:
+            return f"{num_tokens} tokens exceed limits.max_prompt_tokens = {self.max_prompt_tokens}"
+        if self.backend.info.max_context < num_tokens:
+            return f"{num_tokens} tokens exceed the model's context of {self.backend.info.max_context}"
+        return ""
 
     def _release(self, record: StreamRecord) -> None:
         self.active.pop(record.key, None)

@@ -111,7 +111,7 @@ class PeerClient:
 
         Raises:
             PeerDraining, LinkLost: the peer is not ready now.
-            PromptTooLong, PeerShed: its limits would refuse this.
+            PromptTooLong, PeerShed, PeerInvalid: its limits would refuse this.
             LocalProtocolError: a field that the protocol does not allow (a request id of more than 256 bytes).
         """
         if self.state == "draining":

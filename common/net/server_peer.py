@@ -175,6 +175,8 @@ class ServerPeer:
                 if piece is None:
                     return
                 link.send_piece(piece)
+                if (entry := self._streams.get(piece.stream)) is not None:
+                    entry[0].moved()
                 if not link.is_writable:
                     links.remove(link)
 

@@ -17,7 +17,7 @@ from common.net.codecs import CodecPool
 from common.net.link import now
 from common.net.options import PeerId, RemoteRequest, Trace
 from common.net.split import split_segment
-from common.wire.codec import CODECS, element_runs
+from common.wire.codec import element_runs
 from common.wire.outgoing import OutSegment, SendStream
 from common.wire.tables import Phase
 from common.wire.tokens import unpack_tokens
@@ -54,12 +54,13 @@ class ServerStream:
             tenant_salt=prefill.salt,
             codecs=prefill.codecs,
         )
-        self.codec = next((c for c in prefill.codecs if c in CODECS), "raw")
+        self.codec = prefill.codecs[0]  # ServerSession has refused what nobody knows
         self._stream, self._port = stream, port
         self._loop = asyncio.get_running_loop()
         self._waiters: set[asyncio.Future[None]] = set()
         self._over = asyncio.Event()
         self.is_completing = False
+        self._moved_at = 0.0
 
     @property
     def staged_bytes(self) -> int:
@@ -75,6 +76,15 @@ class ServerStream:
     def is_over(self) -> bool:
         """True after Complete was acknowledged, a failure, a cancel or the end of the lease."""
         return self._stream.is_over
+
+    def stalled_s(self, at: float) -> float:
+        """Seconds for which the peer took nothing of what waits for it; ask every now and then.
+
+        0.0 while nothing waits, or while it is away: then the lease counts.
+        """
+        if not self.is_attached or not (self.staged_bytes or self.is_completing):
+            self._moved_at = at
+        return at - self._moved_at
 
     async def accept(self, num_queued: int = 0) -> None:
         """Tell the peer that it is queued behind `num_queued` others."""
@@ -163,8 +173,13 @@ class ServerStream:
         if self._stream.is_over:
             self._over.set()
 
+    def moved(self) -> None:
+        """A link had room for a piece."""
+        self._moved_at = now()
+
     def acked(self, segment: OutSegment) -> None:
         """The peer has this segment."""
+        self._moved_at = now()
         self._trace("segment_acked", segment=segment)
 
     def written(self, segment: OutSegment, offset: int, num_bytes: int) -> None:

@@ -15,6 +15,7 @@ from common.errors import (
     PeerCancelled,
     PeerDraining,
     PeerError,
+    PeerInvalid,
     PeerShed,
     PromptTooLong,
     RequestDamaged,
@@ -158,6 +159,8 @@ class ServerSession(Session):
             return PeerDraining("this prefilld is draining and takes no new streams")
         if prefill.num_tokens > most:
             return PromptTooLong(f"{prefill.num_tokens} tokens exceed max_prompt_tokens {most}")
+        if unknown := [c for c in prefill.codecs if c not in self.ours.codecs]:
+            return PeerInvalid(f"codecs {unknown} are not among {list(self.ours.codecs)}")
         if len(self.streams) >= self.ours.max_streams:
             return PeerShed(f"{len(self.streams)} streams are open, the limit is {self.ours.max_streams}", 1.0)
         return None

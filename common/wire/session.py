@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.errors import (
     LinkLost,
     PdError,
     PeerCancelled,
     PeerError,
+    PeerInvalid,
     PeerShed,
     PromptTooLong,
     RemoteProtocolError,
@@ -182,6 +183,7 @@ class ClientSession(Session):
             LinkLost: there is no control link.
             PromptTooLong: the peer's limit would refuse it.
             PeerShed: the peer's limit of streams is reached.
+            PeerInvalid: it knows none of the codecs; those it does not know are left out.
             LocalProtocolError: a field that the protocol does not allow (a request id of more than 256 bytes).
         """
         peer = self.peer
@@ -193,6 +195,10 @@ class ClientSession(Session):
         if len(self.streams) >= peer.max_streams:
             raise PeerShed(f"{len(self.streams)} streams are open at peer {peer.name}, its limit is {peer.max_streams}")
         check_outgoing(prefill)
+        codecs = tuple(c for c in prefill.codecs if c in peer.codecs)
+        if not codecs:
+            raise PeerInvalid(f"peer {peer.name} knows none of the codecs {prefill.codecs}, only {peer.codecs}")
+        prefill = replace(prefill, codecs=codecs)
         self._last_id += 1
         limits = StreamLimits(
             min(self.ours.max_piece_bytes, peer.max_piece_bytes),

@@ -14,6 +14,7 @@ from common.errors import (
     PeerCancelled,
     PeerDraining,
     PeerEngineFailed,
+    PeerInvalid,
     PeerShed,
     PromptTooLong,
     RequestDamaged,
@@ -523,6 +524,19 @@ def test_server_guards_itself_against_a_client_without_limits():
     with pytest.raises(BadMessage, match="start"):
         asked = seal(Prefill("r", 6, 5, None, 0, b"", ("raw",), 1, bytes(16)), bytes(20))
         ends.server.receive(6, asked, bytearray(20))
+
+
+def test_codecs_are_those_both_ends_name():
+    ends = Ends()
+    ends.talk()
+    asked = ends.request(N, codecs=("lz9", "zstd"))
+    assert asked.prefill.codecs == ("zstd",)
+    with pytest.raises(PeerInvalid, match="lz9"):
+        ends.request(N, codecs=("lz9",))
+    ends.client.take_outbox()
+    unknown = seal(replace(asked.prefill, codecs=("zstd", "lz9")), asked.tokens)
+    ends.server.receive(9, unknown, bytearray(asked.tokens))
+    assert [o.message.code for o in ends.server.take_outbox()] == ["invalid"] and not ends.server.streams
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,174 @@
+"""prefilld's handler of streams behind real sockets: what it refuses, and peers that take nothing of their state."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from common.errors import PeerError, PeerInvalid, PeerTimeout, PromptTooLong
+from common.fake import FakeExecutor, FakeOptions
+from common.local_backend import LocalBackend
+from common.net.options import RemoteRequest
+from common.net.pool import PeerClient, RemotePrefill
+from common.net.remote import RemotePrefill as Remote
+from common.net.server import PrefillServer
+from common.policy.admission import AdmissionController, AdmissionLimits
+from common.worker import WorkerOptions
+from prefilld.metrics import PrefillMetrics
+from prefilld.stream import StreamHandler
+from tests.net.rig import FAST, end, on_uvloop
+from tests.wire.kit import Sink
+
+CONTEXT = 512
+
+
+class Served:
+    """A fake engine behind the real handler, and a client that is ready."""
+
+    def __init__(
+        self, handler: StreamHandler, server: PrefillServer, client: PeerClient, registry: CollectorRegistry
+    ) -> None:
+        self.handler, self.server, self.client, self.registry = handler, server, client, registry
+
+    def ask(self, num_tokens: int, start: int = 0, deadline_s: float | None = None, name: str = "r1") -> RemotePrefill:
+        request = RemoteRequest(name, [1] * num_tokens, start, deadline_s=deadline_s, codecs=("raw",))
+        return self.client.prefill(request, Sink(self.handler.backend.info.layout, num_tokens))
+
+    def count(self, metric: str, **labels: str) -> float:
+        return self.registry.get_sample_value(metric, labels) or 0.0
+
+    async def freed(self) -> None:
+        """Until no stream holds a slot."""
+        async with asyncio.timeout(5):
+            await self.handler.wait_idle()
+        assert not self.handler.admission.running
+
+
+@contextlib.asynccontextmanager
+async def served(
+    progress_timeout_s: float = 60.0, rate: float = 0.0, max_prompt_tokens: int = 0
+) -> AsyncIterator[Served]:
+    options = FakeOptions(prefill_tokens_per_s=rate, decode_tokens_per_s=0.0, max_context=CONTEXT, num_layers=2)
+    backend = LocalBackend(lambda: FakeExecutor(options), WorkerOptions(chunk_tokens=64))
+    await backend.start()
+    registry = CollectorRegistry()
+    handler = StreamHandler(
+        backend,
+        AdmissionController(AdmissionLimits(4, 4, 1 << 20, 1 << 30, section="limits")),
+        PrefillMetrics(registry),
+        max_staged_bytes=1 << 20,
+        max_prompt_tokens=max_prompt_tokens,
+        progress_timeout_s=progress_timeout_s,
+    )
+    server = PrefillServer(end("prefill", info=backend.info), FAST, handler)
+    await server.start("127.0.0.1", 0)
+    client = PeerClient("p", "127.0.0.1", server.port, local=end("decode", info=backend.info), options=FAST)
+    ready = asyncio.Event()
+    client.on_state = lambda c: c.state == "ready" and ready.set()
+    await client.start()
+    try:
+        await asyncio.wait_for(ready.wait(), 5)
+        yield Served(handler, server, client, registry)
+    finally:
+        await client.close()
+        await server.close()
+        await backend.close()
+
+
+async def refusal(prefill: RemotePrefill) -> PeerError:
+    with pytest.raises(PeerError) as e:
+        await asyncio.wait_for(prefill.wait(), 10)
+    assert prefill.progress.accepted_at == 0.0, "refused before Accepted"
+    return e.value
+
+
+@on_uvloop
+async def test_what_cannot_be_computed_is_refused_before_it_is_accepted():
+    async with served() as s:
+        for num_tokens, start in ((0, 0), (10, 10)):
+            assert isinstance(error := await refusal(s.ask(num_tokens, start)), PeerInvalid)
+            assert f"start = {start} of {num_tokens} tokens" in str(error)
+        assert isinstance(error := await refusal(s.ask(CONTEXT + 1)), PromptTooLong)
+        assert "the model's context of 512" in str(error)
+        await s.freed()
+        assert s.count("prfaas_refused_total", gate="invalid") == 2
+        assert s.count("prfaas_refused_total", gate="prompt_tokens") == 1
+        assert s.count("prfaas_prefills_total", outcome="refused") == 3
+        report = await s.ask(CONTEXT).wait()
+        assert report.num_tokens == CONTEXT
+
+
+@on_uvloop
+async def test_limit_of_the_configuration_is_named():
+    async with served(max_prompt_tokens=100) as s:
+        assert "limits.max_prompt_tokens = 100" in str(await refusal(s.ask(101)))
+
+
+@on_uvloop
+async def test_deadline_holds_at_the_prefill_peer_too(monkeypatch):
+    monkeypatch.setattr(Remote, "start_deadline", lambda self, deadline_s: None)
+    async with served(rate=500.0) as s:
+        assert isinstance(await refusal(s.ask(100, deadline_s=0.0)), PeerTimeout)
+        began = time.monotonic()
+        with pytest.raises(PeerTimeout, match=r"deadline of 0.2 s"):
+            await asyncio.wait_for(s.ask(CONTEXT, deadline_s=0.2).wait(), 10)
+        assert time.monotonic() - began < 0.9, "not after all of its chunks"
+        await s.freed()
+        assert s.count("prfaas_prefills_total", outcome="timeout") == 1
+        await s.ask(100, deadline_s=5.0, name="r2").wait()
+
+
+def never_acks(s: Served) -> None:
+    async def verify(*args: object) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    s.client._codecs.verify = verify
+
+
+def opens_no_data_link(s: Served) -> None:
+    for peer in s.server._peers.values():
+        peer.data.clear()
+
+
+@on_uvloop
+@pytest.mark.parametrize("fault", [never_acks, opens_no_data_link])
+async def test_peer_that_takes_nothing_loses_its_stream_and_not_its_session(fault: Callable[[Served], None]):
+    async with served(progress_timeout_s=0.3) as s:
+        fault(s)
+        prefill = s.ask(200)
+        with pytest.raises(PeerTimeout, match=r"stream.progress_timeout"):
+            await asyncio.wait_for(prefill.wait() if fault is opens_no_data_link else told(prefill), 10)
+        await s.freed()
+        assert s.count("prfaas_prefills_total", outcome="timeout") == 1
+        assert s.client.state == "ready"
+
+
+async def told(prefill: RemotePrefill) -> None:
+    """wait() would wait for the thread that never comes back."""
+    async with asyncio.timeout(8):
+        while prefill._stream.error is None:
+            await asyncio.sleep(0.01)
+    raise prefill._stream.error
+
+
+@on_uvloop
+async def test_slow_peer_that_takes_something_keeps_its_stream():
+    async with served(progress_timeout_s=0.5) as s:
+        verify = s.client._codecs.verify
+
+        async def slowly(*args: object) -> None:
+            await asyncio.sleep(0.3 * next(turns))
+            await verify(*args)
+
+        turns = iter(range(1, 100))
+        report = await asyncio.wait_for(s.ask(200).wait(), 20)
+        assert report.num_segments >= 3
+        s.client._codecs.verify = slowly
+        began = time.monotonic()
+        await asyncio.wait_for(s.ask(200, name="r2").wait(), 20)
+        assert time.monotonic() - began > 0.9
