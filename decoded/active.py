@@ -12,8 +12,19 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from common.backend import Generation
-from common.errors import Draining, NoPeer, Overloaded, PdError, PeerCancelled, PeerError, TransferError
+from common.errors import (
+    Draining,
+    NoPeer,
+    Overloaded,
+    PdError,
+    PeerCancelled,
+    PeerError,
+    RequestDamaged,
+    StaleHandle,
+    TransferError,
+)
 from common.net.options import TransferReport
+from common.net.pool import PeerClient
 from common.policy.routing import RouteDecision
 from common.request import PromptLogprobs, Request, RequestReport, TokenOutput
 from decoded.remote import RemoteAttempt, record_transfer, start_remote
@@ -22,6 +33,8 @@ if TYPE_CHECKING:
     from decoded.dispatch import Dispatcher
 
 log = logging.getLogger(__name__)
+_ASK_AGAIN = (StaleHandle, RequestDamaged)
+"""No fault of the peer's: this process stood still for longer than the lease, or the way damaged the request."""
 
 
 class ActiveRequest:
@@ -40,6 +53,9 @@ class ActiveRequest:
         self._generation: Generation | None = None
         self._attempt: RemoteAttempt | None = None
         self._is_cancelled = False
+        self._failed_peers: list[str] = []
+        self._asked_again: list[str] = []
+        self._has_waited = False
         self._failure: PdError | None = None
         self._is_closed = False
         self._joined_at = 0.0
@@ -122,10 +138,13 @@ class ActiveRequest:
 
     async def _prefill(self, generation: Generation) -> bool:
         """Get the prompt's state into the slot; False when cancelled meanwhile."""
-        failed: tuple[str, ...] = ()
         started_at = self.arrived_at + self.report.timing.queue_s
         while not self._is_cancelled:
-            decision = self._dispatcher.route(self.request, failed)
+            decision = self._dispatcher.route(self.request, tuple(self._failed_peers))
+            if self._should_wait(decision):
+                self._has_waited, self.stage = True, "waiting for a peer"
+                await self._dispatcher.wait_for_peer(self._failed_peers)
+                continue
             self._note(decision)
             if decision.route == "local":
                 if decision.is_fallback:
@@ -136,14 +155,34 @@ class ActiveRequest:
                 generation.compute()
                 return True
             peer = decision.peer or ""
-            if await self._try_remote(generation, peer, started_at):
+            client = self._dispatcher.client(peer)
+            error = await self._try_remote(generation, client, peer, started_at)
+            if error is None:
                 return True
-            failed, started_at = (*failed, peer), _now()
+            self._blame(client, peer, error)
+            started_at = _now()
         return False
 
-    async def _try_remote(self, generation: Generation, peer: str, started_at: float) -> bool:
-        """True when the state is in place; False when this peer failed and another way must be found."""
-        client = self._dispatcher.client(peer)
+    def _should_wait(self, decision: RouteDecision) -> bool:
+        """Whether a peer that is just being connected to may save this request from a refusal."""
+        if not decision.is_fallback or self._has_waited or decision.reason == "attempts_spent":
+            return False
+        dispatcher = self._dispatcher
+        return not dispatcher.fallback.can_take(_now()) and dispatcher.is_peer_joining(self._failed_peers)
+
+    def _blame(self, client: PeerClient | None, peer: str, error: PdError) -> None:
+        """Note that a peer failed, unless it did not: it left by reload, or is worth asking once more."""
+        if self._dispatcher.client(peer) is not client:
+            return
+        if isinstance(error, _ASK_AGAIN) and peer not in self._asked_again:
+            self._asked_again.append(peer)
+        else:
+            self._failed_peers.append(peer)
+
+    async def _try_remote(
+        self, generation: Generation, client: PeerClient | None, peer: str, started_at: float
+    ) -> PdError | None:
+        """None when the state is in place; else why another way must be found."""
         timing, request_id = self.report.timing, self.request.request_id
         sent_at = _now()
         timing.route_s += sent_at - started_at
@@ -162,7 +201,7 @@ class ActiveRequest:
             transfer = await self._attempt.wait()
         except (PeerError, TransferError) as e:
             if isinstance(e, PeerCancelled) and self._is_cancelled:
-                return False
+                return e
             took_s = self._took(_now() - sent_at)
             timing.failed_remote_s += took_s
             self._dispatcher.metrics.failed_remote.labels(peer).observe(took_s)
@@ -172,7 +211,7 @@ class ActiveRequest:
             extra = {"request_id": request_id, "peer": peer, "error": type(e).__name__}
             log.warning("remote prefill failed, looking for another way: %s", e, extra=extra)
             self.decisions[-1]["failure"] = f"{type(e).__name__}: {e}"
-            return False
+            return e
         finally:
             self._attempt = None
         record_transfer(self.report, transfer, sent_at)
@@ -181,7 +220,7 @@ class ActiveRequest:
         self._took(self._joined_at - sent_at)
         timing.import_s = self._joined_at - transfer.last_byte_at
         generation.import_done(self.request.num_prompt_tokens - 1)
-        return True
+        return None
 
     def _took(self, took_s: float) -> float:
         """What the latest decision cost: seconds until the prompt's state was in place, or until that failed."""

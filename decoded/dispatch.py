@@ -6,10 +6,11 @@ Decisions come from common/policy; this module only carries them out. The API se
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ from decoded.metrics import DecodeMetrics
 
 log = logging.getLogger(__name__)
 _KEPT_RECORDS = 1000
+JOIN_WAIT_S = 1.0
+"""What a request that may not be computed here waits for a peer that is just being connected to, as after a reload."""
 
 
 @dataclass(slots=True)
@@ -64,9 +67,12 @@ class Dispatcher:
         settings: DispatchSettings,
         metrics: DecodeMetrics,
         peer_warning: str = "",
+        peers_changed: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`peer_warning` goes into the report of every request that a peer prefills."""
-        self.backend, self.peers = backend, peers
+        """`peer_warning` goes into the report of every request that a peer prefills. `peers_changed` returns when the
+        state of any peer changes; without it no request waits for one.
+        """
+        self.backend, self.peers, self._peers_changed = backend, peers, peers_changed
         self.admission, self.fallback = admission, fallback
         self.settings, self.metrics = settings, metrics
         self.peer_warning = peer_warning
@@ -179,6 +185,18 @@ class Dispatcher:
     def has_ready_peer(self, other_than: str) -> bool:
         """Whether a request could go to another peer now."""
         return any(p.state == "ready" and p.name != other_than for p in self.peers())
+
+    def is_peer_joining(self, failed_peers: Collection[str]) -> bool:
+        """Whether none is ready but one is being connected to that has not failed yet."""
+        states = {p.state for p in self.peers() if p.name not in failed_peers}
+        return self._peers_changed is not None and "connecting" in states and "ready" not in states
+
+    async def wait_for_peer(self, failed_peers: Collection[str]) -> None:
+        """While `is_peer_joining`, JOIN_WAIT_S at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(JOIN_WAIT_S):
+                while self._peers_changed is not None and self.is_peer_joining(failed_peers):
+                    await self._peers_changed()
 
     def readiness(self) -> tuple[bool, str]:
         """Whether requests are served, and why not: draining, a dead engine, or work that waits while nothing moves."""

@@ -33,24 +33,32 @@ class PeerSet:
         return list(self._clients.values())
 
     async def update(self, peers: Sequence[PeerConfig]) -> None:
-        """Connect to those that are new and leave those that are gone (their requests find another way)."""
-        leaving = [self._clients.pop(p) for p in list(self._clients) if p not in peers]
+        """Connect to those that are new, then leave those that are gone: their requests may wait for the new ones."""
+        leaving = [client for peer, client in self._clients.items() if peer not in peers]
         for client in leaving:
             log.info("leaving peer", extra={"peer": client.name})
-            client.on_state = None
+            client.on_state = client.on_fault = None
+        # In two steps: a client that leaves is in nobody's sight, and a new one is before anything is awaited.
+        self._clients = {peer: self._clients.get(peer) or self._make(peer) for peer in peers}
+        for client in self.clients():
+            if not client.is_started:
+                await client.start()
+        for client in leaving:
             await client.close()
-            self._metrics.peer_ready.remove(client.name)
-        for peer in peers:
-            if peer not in self._clients:
-                self._clients[peer] = await self._join(peer)
+            if client.name not in {c.name for c in self.clients()}:
+                self._metrics.peer_ready.remove(client.name)
+
+    async def changed(self) -> None:
+        """Until any peer's state changes."""
+        self._changed.clear()
+        await self._changed.wait()
 
     async def wait_warm(self, timeout_s: float) -> None:
         """Until every peer is ready or cannot become so soon, at most `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while any(c.state == "connecting" for c in self.clients()):
-                    self._changed.clear()
-                    await self._changed.wait()
+                    await self.changed()
         except TimeoutError:
             pass
 
@@ -58,11 +66,10 @@ class PeerSet:
         """Leave all."""
         await self.update(())
 
-    async def _join(self, peer: PeerConfig) -> PeerClient:
+    def _make(self, peer: PeerConfig) -> PeerClient:
         client = PeerClient(peer.name, peer.host, peer.port, local=self.end, options=self._options, trace=self._trace)
         client.on_state, client.on_fault = self._on_state, self._on_fault
         self._metrics.peer_ready.labels(peer.name).set(0)
-        await client.start()
         return client
 
     def _on_fault(self, client: PeerClient, code: str) -> None:

@@ -175,6 +175,7 @@ class DecodeService:
             settings=_settings(config),
             metrics=self.decode_metrics,
             peer_warning=self.warning,
+            peers_changed=self.peers.changed,
         )
 
     async def _start_peers(self, end: LocalEnd) -> None:

@@ -82,6 +82,11 @@ class PeerClient:
         self._num_sessions = 0
 
     @property
+    def is_started(self) -> bool:
+        """True from `start` on."""
+        return self._runner is not None or self.state != "connecting"
+
+    @property
     def num_streams(self) -> int:
         """Prefills under way at this peer."""
         return len(self._prefills)

@@ -28,6 +28,11 @@ class FallbackBudget:
             return 60.0
         return max(1.0, (1.0 - self.level) / self.tokens_per_s)
 
+    def can_take(self, now: float) -> bool:
+        """Whether `take` would."""
+        self._refill(now)
+        return self.level > 0
+
     def set_rate(self, tokens_per_s: float, burst_tokens: float) -> None:
         """Take over new limits (reload); what was used stays used."""
         self.tokens_per_s, self.burst_tokens = tokens_per_s, burst_tokens

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from common.errors import Draining, InvalidRequest, Overloaded, RequestFailed
+from common.backend import Marks
+from common.errors import (
+    Draining,
+    InvalidRequest,
+    LinkLost,
+    NoPeer,
+    Overloaded,
+    PeerCancelled,
+    RequestDamaged,
+    RequestFailed,
+    StaleHandle,
+)
 from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.fallback import FallbackBudget
 from common.request import Request, SamplingParams
+from decoded import dispatch
 from decoded.dispatch import Dispatcher, DispatchSettings
 from decoded.metrics import DecodeMetrics
 
@@ -80,3 +93,132 @@ async def test_refusals_are_counted_once_each():
         made.submit(request("e"), arrived_at=0.0)
     made.count_refused(InvalidRequest("a bad temperature"))
     assert (count("shed"), count("invalid"), count("error")) == (2, 3, None)
+
+
+class Slot:
+    """A generation that ends as soon as its prompt's state is there."""
+
+    sink = None
+
+    def __init__(self) -> None:
+        self.marks, self.how = Marks(), ""
+
+    def compute(self):
+        self.how = "computed"
+
+    def import_done(self, num_tokens):
+        self.how = "imported"
+
+    def cancel(self, choice=None):
+        pass
+
+    async def __aiter__(self):
+        return
+        yield
+
+
+class Peer:
+    """A prefill peer that fails with these errors, one after the other, and then delivers."""
+
+    reason, num_streams = "", 0
+
+    def __init__(self, name="p", state="ready", errors=()):
+        self.name, self.state, self.errors, self.load, self.num_asked = name, state, list(errors), {}, 0
+
+    def prefill(self, request, sink):
+        self.num_asked += 1
+        return Prefill(self.errors.pop(0) if self.errors else None)
+
+
+class Prefill:
+    report = SimpleNamespace(
+        wire_bytes=1, raw_bytes=1, codec="raw", accepted_at=0.0, remote_queue_s=0.0, prefill_s=0.0, last_byte_at=0.0
+    )
+    progress = SimpleNamespace(first_chunk_at=1.0)
+
+    def __init__(self, error):
+        self.error = error
+
+    async def wait(self):
+        if self.error is not None:
+            raise self.error
+        return self.report
+
+    def cancel(self):
+        pass
+
+
+class Site:
+    """A dispatcher with such peers, for prompts that go remote and may be computed here only at a rate."""
+
+    def __init__(self, *peers, rate=0.0):
+        self.peers, self.slot, self.changed = list(peers), Slot(), asyncio.Event()
+        self.made, _ = dispatcher()
+        self.made.backend.open = self.open
+        self.made.peers, self.made._peers_changed = lambda: self.peers, self.wait
+        self.made.settings.threshold_tokens = 0.0
+        self.made.fallback.set_rate(rate, rate)
+
+    async def open(self, request):
+        return self.slot
+
+    async def wait(self):
+        self.changed.clear()
+        await self.changed.wait()
+
+    async def run(self):
+        self.active = self.made.submit(request(), arrived_at=0.0)
+        async for _ in self.active:
+            pass
+        return self.slot.how
+
+
+@pytest.mark.parametrize("error", [StaleHandle("used"), RequestDamaged("on the way")])
+async def test_what_is_no_fault_of_the_peers_is_asked_of_it_once_more(error):
+    peer = Peer(errors=[error])
+    assert await Site(peer).run() == "imported" and peer.num_asked == 2
+    peer = Peer(errors=[error, error])
+    assert await Site(peer, rate=1000.0).run() == "computed" and peer.num_asked == 2
+    peer = Peer(errors=[LinkLost("gone")])
+    assert await Site(peer, rate=1000.0).run() == "computed" and peer.num_asked == 1
+
+
+async def test_a_request_waits_for_a_peer_that_is_just_joining():
+    new = Peer("new", "connecting")
+    site = Site(new)
+    running = asyncio.create_task(site.run())
+    while not site.made.active or site.active.stage != "waiting for a peer":
+        await asyncio.sleep(0)
+    new.state = "ready"
+    site.changed.set()
+    assert await running == "imported" and site.active.report.peer == "new"
+
+
+async def test_it_does_not_wait_for_long_nor_for_a_peer_that_failed(monkeypatch):
+    monkeypatch.setattr(dispatch, "JOIN_WAIT_S", 0.05)
+    with pytest.raises(NoPeer):
+        await Site(Peer(state="connecting")).run()
+    monkeypatch.setattr(dispatch, "JOIN_WAIT_S", 60.0)
+    for peer in (Peer(state="down"), Peer(state="incompatible"), Peer(errors=[LinkLost("gone")])):
+        with pytest.raises(NoPeer):
+            await asyncio.wait_for(Site(peer).run(), 5)
+    assert await Site(Peer(state="connecting"), rate=1000.0).run() == "computed", "what may be computed here is"
+
+
+async def test_a_peer_that_leaves_by_reload_has_not_failed():
+    """Another address under the same name is another peer."""
+    old, new = Peer(errors=[PeerCancelled("it leaves")]), Peer(state="connecting")
+    site = Site(old)
+    ask = old.prefill
+
+    def leave(wanted, sink):
+        site.peers = [new]
+        asyncio.get_running_loop().call_soon(arrive)
+        return ask(wanted, sink)
+
+    def arrive():
+        new.state = "ready"
+        site.changed.set()
+
+    old.prefill = leave
+    assert await site.run() == "imported" and (old.num_asked, new.num_asked) == (1, 1)

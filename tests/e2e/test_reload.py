@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 import urllib.error
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,27 @@ def test_another_shared_key_needs_a_restart_and_reload_says_so(tmp_path: Path) -
             assert first == "security.key_file: there is another secret in the file, which needs a restart"
             assert advice == "to apply what needs a restart: restart the daemon"
             assert SECRET not in daemon.log_path.read_text()
+
+
+def test_requests_in_flight_move_to_the_peer_that_replaces_theirs() -> None:
+    """Nothing may be prefilled here: what was under way waits the moment until the new peer is connected."""
+    slow = {**FAKE, "fake": {"prefill_tokens_per_s": 2000, "decode_tokens_per_s": 0}}
+    never_here = {"routing": {"mode": "remote-only"}, "fallback": {"local_prefill_tokens_per_s": 0}}
+    with running_cluster(None, num_prefillds=2, decoded={**FAKE, **never_here}, prefilld=slow) as c:
+        peers = c.decoded.config["peers"]
+        config = c.decoded.config
+        config["peers"] = peers[:1]
+        c.decoded.write_config()
+        c.decoded.ctl("reload")
+        ask = {"prompt": [1] * 1500, "max_tokens": 1}
+        with ThreadPoolExecutor(6) as threads:
+            answers = [threads.submit(c.post, "/v1/completions", ask, {"X-Prfaas-Timing": "1"}) for _ in range(6)]
+            while len(c.decoded.ctl("requests")) < 6:
+                time.sleep(0.02)
+            config["peers"] = [{**peers[1], "name": peers[0]["name"]}]
+            c.decoded.write_config()
+            c.decoded.ctl("reload")
+            assert [a.result()["prfaas"]["peer"] for a in answers] == [peers[0]["name"]] * 6
 
 
 def test_every_key_that_needs_a_restart_is_named_and_no_false_reason() -> None:
