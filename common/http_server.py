@@ -308,7 +308,8 @@ _JSON = "application/json"
 
 def _error_body(status: int, message: str, code: str | None) -> bytes:
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
+    detail = {"message": message, "type": kind, "param": None, "code": code}
+    return json.dumps({"error": detail}, separators=(",", ":")).encode()
 
 
 def _full() -> bytes:
