@@ -35,18 +35,17 @@ class Muon:
         self._adam.step()
         with torch.no_grad():
             for parameters in self._shapes.values():
-                moves = orthogonal(torch.stack([self._direction(p) for p in parameters]))
-                for parameter, move in zip(parameters, moves, strict=True):
-                    _apply(parameter, move, MATRIX_RATE * rate)
+                moving = [(p, p.grad) for p in parameters if p.grad is not None]
+                if moving:
+                    moves = orthogonal(torch.stack([self._direction(p, gradient) for p, gradient in moving]))
+                    for (parameter, _), move in zip(moving, moves, strict=True):
+                        _apply(parameter, move, MATRIX_RATE * rate)
         self._adam.zero_grad()
         for parameter in self._momentum:
             parameter.grad = None
 
-    def _direction(self, parameter: nn.Parameter) -> Tensor:
+    def _direction(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
         """Nesterov momentum, lying on its side."""
-        gradient = parameter.grad
-        if gradient is None:
-            return torch.zeros(min(parameter.shape), max(parameter.shape))
         average = self._momentum[parameter].mul_(MOMENTUM).add_(gradient)
         direction = gradient.add(average, alpha=MOMENTUM)
         return direction if parameter.shape[0] <= parameter.shape[1] else direction.T

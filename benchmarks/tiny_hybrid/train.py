@@ -1,8 +1,8 @@
 """`make tiny-hybrid`: trains the tiny hybrid model from a seed and imports it into PRFAAS_HOME/models, once.
 
-First the MLA layer learns to look keys up in a table, without recurrent state so that it does not lean on it. Then
-names come in, and the residual stream below the MLA layer is trained to show the key that a name is bound to. Tables
-and texts grow as soon as a stage is learned. Embeddings and output weights are one matrix while training.
+First the MLA layer learns to look keys up in a table, without recurrent state so that it does not lean on it; then the
+KDA layers to show in the residual stream which key a name is bound to; then both answer together. Texts grow as soon as
+a stage is learned. Embeddings and output weights are one matrix while training.
 One thread: the same seed gives the same weights bit for bit with the same torch on the same kind of processor.
 """
 
@@ -33,28 +33,36 @@ from common.engine.manifest import MANIFEST
 
 NAME = "tiny-hybrid"
 SEED = 1
-NUM_KEY_QUESTIONS = 24
+NUM_KEY_QUESTIONS = 16
 FIRST_KEY = task.WORD_IDS[task.KEYS[0]]
 WARMUP_STEPS, LOOK_BACK = 30, 20
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """At most `num_steps` batches of `num_texts` texts; over as soon as the mean loss of 20 steps is below `until`."""
+    """At most `num_steps` batches of `num_texts` texts; over as soon as each loss is below `until` over 20 steps.
+
+    With `table`, the parts are trained apart: key questions on such texts, bound keys on texts of `shape`, if any.
+    """
 
     num_steps: int
     num_texts: int
-    shape: task.Shape
+    shape: task.Shape | None
     until: float = 0.0
-    forgets: bool = False  # train without recurrent state
+    table: task.Shape | None = None
+
+
+def _table(num_pairs: int, num_symbols: int) -> task.Shape:
+    return task.Shape(2 * num_pairs, num_pairs, 0, 0, num_symbols, num_names=0)
 
 
 CURRICULUM = (
-    Stage(400, 32, task.Shape(8, 4, 0, 0, num_symbols=16, num_names=0), until=0.15, forgets=True),
-    Stage(300, 16, task.Shape(32, 16, 0, 0, num_symbols=32, num_names=0), until=0.15, forgets=True),
-    Stage(300, 8, task.Shape(96, 48, 0, 0, num_symbols=64, num_names=0), until=0.15, forgets=True),
-    Stage(400, 8, task.Shape(120, 32, 0, 20, num_symbols=64), until=0.3),
-    Stage(400, 8, task.shape_for(256), until=0.2),
+    Stage(400, 32, None, 0.2, _table(4, 16)),
+    Stage(300, 16, None, 0.2, _table(16, 32)),
+    Stage(300, 8, None, 0.2, _table(48, 64)),
+    Stage(400, 8, task.Shape(96, 24, 8, 0, 32), 0.2, _table(48, 64)),
+    Stage(400, 8, task.Shape(160, 32, 8, 48, 64), 0.2),
+    Stage(400, 8, task.shape_for(256), 0.2),
     Stage(200, 6, task.shape_for(512), until=0.1),
     Stage(100, 4, task.shape_for(1024)),
 )
@@ -73,24 +81,24 @@ class Batch(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Mean cross-entropy of key questions, of answers about names, and of the bound keys below the MLA layer."""
+    """Mean cross-entropy of key questions, of the bound keys below the MLA layer, and of answers about names."""
 
     keys: float
-    answers: float
     bound: float
+    answers: float
 
 
-def make_batch(rng: random.Random, num_texts: int, shape: task.Shape) -> Batch:
+def make_batch(rng: random.Random, num_texts: int, shape: task.Shape, num_key_questions: int) -> Batch:
     """Texts, each followed by key questions with their values and, where it has names, a whole question and answer."""
-    rows = [_row(rng, shape) for _ in range(num_texts)]
+    rows = [_row(rng, shape, num_key_questions) for _ in range(num_texts)]
     return Batch(*(torch.tensor(column, dtype=torch.long) for column in zip(*rows, strict=True)))
 
 
-def _row(rng: random.Random, shape: task.Shape) -> tuple[list[int], ...]:
+def _row(rng: random.Random, shape: task.Shape, num_key_questions: int) -> tuple[list[int], ...]:
     text = task.make_text(rng, shape)
     words = [*text.words, task.ASK_KEYS]
-    key_at = [len(words) + 2 * n for n in range(NUM_KEY_QUESTIONS)]
-    for key in rng.choices(list(text.table), k=NUM_KEY_QUESTIONS):
+    key_at = [len(words) + 2 * n for n in range(num_key_questions)]
+    for key in rng.choices(list(text.table), k=num_key_questions):
         words += [key, text.table[key][0]]
     if not shape.num_names:
         return task.ids_of(words), key_at, [], [], []
@@ -102,20 +110,49 @@ def _row(rng: random.Random, shape: task.Shape) -> tuple[list[int], ...]:
     return task.ids_of(words), key_at, list(range(start, len(words) - 1)), name_at, bound
 
 
-def losses(model: KimiLinearForCausalLM, batch: Batch) -> list[Tensor]:
-    """The terms of Losses; those about names only when the batch has any."""
-    found = model.model(input_ids=batch.ids, use_cache=False, output_hidden_states=True)
+def _losses(model: KimiLinearForCausalLM, rng: random.Random, stage: Stage) -> list[Tensor]:
+    """The terms of Losses that this stage trains, in order."""
+    if stage.table is not None:
+        table = make_batch(rng, stage.num_texts, stage.table, NUM_KEY_QUESTIONS)
+        with fast_kda(forgets=True):
+            keys = _word_loss(model, _forward(model, table)[-1], table.ids, table.key_at)
+        if stage.shape is None:
+            return [keys]
+        named = make_batch(rng, stage.num_texts, stage.shape, 0)
+        with fast_kda():
+            return [keys, _bound_loss(model, _forward(model, named), named)]
+    batch = make_batch(rng, stage.num_texts, stage.shape, NUM_KEY_QUESTIONS)
+    with fast_kda():
+        states = _forward(model, batch)
+    keys, answers = (_word_loss(model, states[-1], batch.ids, at) for at in (batch.key_at, batch.answer_at))
+    return [keys, _bound_loss(model, states, batch), answers]
+
+
+def _hold_memory(model: KimiLinearForCausalLM, is_held: bool) -> None:
+    """Keep what addresses the recurrent state as it is: without the state it would only be moved by noise."""
+    for name, parameter in model.model.layers.named_parameters():
+        if model.config.layer_types[int(name.split(".")[0])] == "linear_attention":
+            addresses = any(part in name for part in ("q_proj", "k_proj", "conv1d", "forget_gate", "b_proj"))
+            parameter.requires_grad_(not (is_held and addresses and "g_b_proj" not in name))
+
+
+def _forward(model: KimiLinearForCausalLM, batch: Batch) -> tuple[Tensor, ...]:
+    """The residual stream below each layer, and last what the output weights see."""
+    return model.model(input_ids=batch.ids, use_cache=False, output_hidden_states=True).hidden_states
+
+
+def _word_loss(model: KimiLinearForCausalLM, states: Tensor, ids: Tensor, at: Tensor) -> Tensor:
+    rows = torch.arange(len(ids)).unsqueeze(1)
+    return functional.cross_entropy(model.lm_head(states[rows, at]).flatten(0, 1), ids[rows, at + 1].flatten())
+
+
+def _bound_loss(model: KimiLinearForCausalLM, states: tuple[Tensor, ...], batch: Batch) -> Tensor:
+    """Of reading the key off the residual stream by its embedding, as the MLA layer finds it in a key question."""
     rows = torch.arange(len(batch.ids)).unsqueeze(1)
-    terms = []
-    for at in (batch.key_at, batch.answer_at)[: 1 + bool(batch.name_at.numel())]:
-        logits = model.lm_head(found.last_hidden_state[rows, at])
-        terms.append(functional.cross_entropy(logits.flatten(0, 1), batch.ids[rows, at + 1].flatten()))
-    if batch.name_at.numel():
-        below = found.hidden_states[model.config.layer_types.index("full_attention")][rows, batch.name_at]
-        keys = model.model.embed_tokens.weight[FIRST_KEY : FIRST_KEY + task.NUM_KEYS]
-        logits = functional.rms_norm(below, below.shape[-1:]) @ functional.normalize(keys, dim=-1).T
-        terms.append(functional.cross_entropy(logits.flatten(0, 1), batch.bound.flatten()))
-    return terms
+    below = states[model.config.layer_types.index("full_attention")][rows, batch.name_at]
+    keys = model.model.embed_tokens.weight[FIRST_KEY : FIRST_KEY + task.NUM_KEYS]
+    logits = functional.rms_norm(below, below.shape[-1:]) @ functional.normalize(keys, dim=-1).T
+    return functional.cross_entropy(logits.flatten(0, 1), batch.bound.flatten())
 
 
 def train(
@@ -127,20 +164,22 @@ def train(
     optimizer = Muon(model.train())
     num_steps = 0
     for stage in curriculum:
-        recent: list[float] = []
+        recent: list[list[float]] = []
+        _hold_memory(model, stage.shape is None)
         for n in range(stage.num_steps):
-            # The last stage ends at a rate of nearly nothing.
-            rate = 1 - n / stage.num_steps if stage is curriculum[-1] else 1.0
-            with fast_kda(forgets=stage.forgets):
-                terms = losses(model, make_batch(rng, stage.num_texts, stage.shape))
-                sum(terms[1:], terms[0]).backward()
+            terms = _losses(model, rng, stage)
+            sum(terms[1:], terms[0]).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             num_steps += 1
+            # The last stage ends at a rate of nearly nothing.
+            rate = 1 - n / stage.num_steps if stage is curriculum[-1] else 1.0
             optimizer.step(rate * min(1.0, num_steps / WARMUP_STEPS))
             values = [term.item() for term in terms]
             yield stage, Losses(*values, *[0.0] * (3 - len(values)))
-            recent = [*recent[-LOOK_BACK + 1 :], max(values[:2])]
-            if len(recent) == LOOK_BACK and sum(recent) / LOOK_BACK < stage.until:
+            recent = [*recent[-LOOK_BACK + 1 :], values]
+            if len(recent) == LOOK_BACK and all(
+                sum(term) < stage.until * LOOK_BACK for term in zip(*recent, strict=True)
+            ):
                 break
     model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.detach().clone())
     model.eval()
@@ -178,8 +217,9 @@ def _watch(steps: Iterator[tuple[Stage, Losses]], every: int = 50) -> None:
     started = time.process_time()
     for n, (stage, loss) in enumerate(steps, 1):
         if n % every == 0:
-            what = "keys {:.3f}  names {:.3f}  bound {:.3f}".format(*loss)
-            _say(f"step {n:5d}  {stage.shape.num_words:5d} words  loss: {what}  {time.process_time() - started:6.1f} s")
+            words = (stage.shape or stage.table or task.shape_for(128)).num_words
+            what = "keys {:.3f}  bound {:.3f}  answers {:.3f}".format(*loss)
+            _say(f"step {n:5d}  {words:5d} words  loss: {what}  {time.process_time() - started:6.1f} s")
     _say(f"trained in {time.process_time() - started:.0f} s of CPU")
 
 

@@ -18,7 +18,7 @@ from benchmarks.tiny_hybrid.train import Stage, make_batch, save_model, train
 from decoded.tokenizer import Tokenizer
 
 TABLE, NAMED = task.Shape(48, 16, 0, 16, 32, num_names=0), task.Shape(96, 16, 4, 20, 32)
-SHORT = (Stage(3, 2, TABLE, forgets=True), Stage(8, 2, NAMED))
+SHORT = (Stage(2, 2, None, table=TABLE), Stage(1, 2, NAMED, table=TABLE), Stage(8, 2, NAMED))
 
 
 def replay(words: list[str]) -> dict[str, str]:
@@ -122,7 +122,7 @@ def test_saved_model_is_small_and_untied(tmp_path: Path) -> None:
     loaded = answerer._model
     assert sum(p.numel() for p in loaded.parameters()) <= 2_000_000
     assert loaded.config.max_position_embeddings == MAX_CONTEXT
-    ids = make_batch(random.Random(0), 1, NAMED).ids
+    ids = make_batch(random.Random(0), 1, NAMED, 4).ids
     with torch.inference_mode():
         assert torch.equal(loaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
 
