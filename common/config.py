@@ -96,6 +96,12 @@ class EngineConfig(Section):
         "",
         'Dtype of the state kept and sent; "" is the compute dtype. bfloat16 halves memory and transfer, and rounds.',
     )
+    weights: Literal["exact", "int8", "torch"] = key(
+        "exact",
+        'How a CPU keeps the matrices: "exact" in the smallest form that loses nothing, with kernels of our own where'
+        ' they can be made; "int8" rounds (32 numbers to a scale), a quarter of the memory and its traffic: other'
+        ' tokens, so set it alike at both ends; "torch" leaves everything to torch.',
+    )
     threads: int = key(
         0,
         "Compute threads; 0 is one per allowed core. Two daemons sharing cores slow each other down 10 to 40 times, so"

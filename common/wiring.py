@@ -66,6 +66,7 @@ def _make_executor(config: SharedConfig) -> Executor:
         device=engine.device,
         dtype=engine.dtype,
         kv_dtype=engine.state_dtype,
+        weights=engine.weights,
         threads=engine.num_threads,
         room=engine.num_chunk_tokens,
     )

@@ -7,6 +7,7 @@ on the engine thread; `load` is that factory's body.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 from common.engine.attention import ATTENTION_NAME
 from common.engine.fixed import FixedBatch, FixedLayout, FixedRows
+from common.engine.kernels import accelerate
 from common.engine.latent import LatentWeights
 from common.engine.loader import LoadedModel, load_model
 from common.engine.probe import (
@@ -30,11 +32,13 @@ from common.engine.probe import (
 from common.engine.sampler import sample, token_logprobs
 from common.engine.slot_cache import SlotCache, SlotContext, StateComplete, StateIndex
 from common.engine.state import SlotState
-from common.errors import RequestFailed, StartupError
+from common.errors import EngineError, RequestFailed, StartupError
 from common.layout import ModelInfo
 from common.sched import sequence as seq
 from common.sched.executor import ChunkResult, Sampled, Slot
 from common.sched.specs import slot_bytes
+
+log = logging.getLogger(__name__)
 
 # What rows may be stored as.
 KV_DTYPES = ("float32", "bfloat16", "float16")
@@ -42,13 +46,20 @@ KV_DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """How to compute. `kv_dtype` "" means as `dtype`; `threads` 0 leaves torch's choice; `room`: largest chunk;
-    `parks`: preempted sequences move to host memory (None: on devices with memory of their own).
+    """How to compute.
+
+    Attributes:
+        kv_dtype: of rows; "" means as `dtype`.
+        weights: "exact", "int8" or "torch"; only `load` looks at it.
+        threads: 0 leaves torch's choice.
+        room: largest chunk.
+        parks: preempted sequences move to host memory (None: on devices with memory of their own).
     """
 
     device: str = "cpu"
     dtype: str = "float32"
     kv_dtype: str = ""
+    weights: str = "exact"
     threads: int = 0
     room: int = 256
     parks: bool | None = None
@@ -62,7 +73,25 @@ def load(path: Path, options: RunnerOptions) -> Runner:
     """
     if options.threads:
         torch.set_num_threads(options.threads)
-    return Runner(load_model(path, device=options.device, dtype=options.dtype), options)
+    loaded = load_model(path, device=options.device, dtype=options.dtype)
+    if options.weights != "torch":
+        _accelerate(loaded.model, options.weights)
+    return Runner(loaded, options)
+
+
+def _accelerate(model: Any, weights: str) -> None:
+    try:
+        report = accelerate(model, weights="int8" if weights == "int8" else "float32")
+    except EngineError as e:
+        raise StartupError(f'{e}; engine.weights = "torch" does without') from e
+    if report.reason and weights == "int8":
+        raise StartupError(f'engine.weights = "int8" is not possible here: {report.reason}')
+    if report.reason:
+        log.info("torch computes all products: %s", report.reason)
+    else:
+        formats = " ".join(f"{name}={num}" for name, num in sorted(report.formats.items()))
+        before, after = report.bytes_before >> 20, report.bytes_after >> 20
+        log.info("matrices are packed %s before_mib=%d after_mib=%d", formats, before, after)
 
 
 class Runner:
@@ -181,6 +210,7 @@ class Runner:
             "device": self._device.type,
             "dtype": self._options.dtype,
             "kv_dtype": kv_dtype,
+            "weights": "int8" if self._options.weights == "int8" else "exact",
             "threads": str(torch.get_num_threads()),
         }
 

@@ -119,11 +119,11 @@ async def test_samples_logprobs_and_choices_from_one_transfer(tools, family):
     assert len({tuple(tools.ids(local, choice)) for choice in range(4)}) > 1
     for a, b in zip(*by_step, strict=True):
         assert (a.choice, a.token_id) == (b.choice, b.token_id)
-        assert a.logprob.logprob == pytest.approx(b.logprob.logprob, abs=2e-3)
+        assert a.logprob.logprob == pytest.approx(b.logprob.logprob, abs=1e-2)
         # Of two nearly equal alternatives either may come first.
         ours, theirs = dict(a.logprob.top), dict(b.logprob.top)
-        assert sorted(ours.values()) == pytest.approx(sorted(theirs.values()), abs=2e-3)
-        assert all(ours[t] == pytest.approx(theirs[t], abs=2e-3) for t in ours.keys() & theirs.keys())
+        assert sorted(ours.values()) == pytest.approx(sorted(theirs.values()), abs=1e-2)
+        assert all(ours[t] == pytest.approx(theirs[t], abs=1e-2) for t in ours.keys() & theirs.keys())
 
 
 def rows_of(layout: StateLayout) -> list[StateRow]:
