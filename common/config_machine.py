@@ -65,7 +65,8 @@ def check_folder_of(path: str, file: Path, *, may_exist: bool) -> Iterator[Probl
         yield Problem((path,), f"{folder} is not a directory, or may not be entered: make it first")
     elif file.is_dir():
         yield Problem((path,), f"{file} is a directory")
-    elif may_exist and file.exists() and not file.is_file():
+    elif may_exist and file.exists() and not (file.is_file() or file.is_char_device()):
+        # To open a FIFO waits for its reader.
         yield Problem((path,), f"{file} is not a regular file")
     elif not os.access(written, os.W_OK):
         yield Problem((path,), f"{written} may not be written to by this user")

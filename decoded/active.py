@@ -164,11 +164,12 @@ class ActiveRequest:
         return False
 
     def _should_wait(self, decision: RouteDecision) -> bool:
-        """Whether a peer that is just being connected to may save this request from a refusal."""
+        """Whether a peer that is just being connected to may save this request from a refusal, or takes it again."""
         if not decision.is_fallback or self._has_waited or decision.reason == "attempts_spent":
             return False
         dispatcher = self._dispatcher
-        return not dispatcher.fallback.can_take(_now()) and dispatcher.is_peer_joining(self._failed_peers)
+        is_worth_it = bool(self._asked_again) or not dispatcher.fallback.can_take(_now())
+        return is_worth_it and dispatcher.is_peer_joining(self._failed_peers)
 
     def _blame(self, client: PeerClient | None, peer: str, error: PdError) -> None:
         """Note that a peer failed, unless it did not: it left by reload, or is worth asking once more."""

@@ -183,6 +183,24 @@ async def test_what_is_no_fault_of_the_peers_is_asked_of_it_once_more(error):
     assert await Site(peer, rate=1000.0).run() == "computed" and peer.num_asked == 1
 
 
+async def test_to_be_asked_again_a_peer_may_have_to_open_its_data_links_first():
+    """A Resume is refused over the control link, before the session is ready."""
+    peer = Peer()
+    site = Site(peer, rate=1000.0)
+
+    def refuse(wanted, sink):
+        peer.state, peer.prefill = "connecting", ask
+        asyncio.get_running_loop().call_later(0.01, arrive)
+        return Prefill(StaleHandle("used"))
+
+    def arrive():
+        peer.state = "ready"
+        site.changed.set()
+
+    ask, peer.prefill = peer.prefill, refuse
+    assert await site.run() == "imported" and peer.num_asked == 1
+
+
 async def test_a_request_waits_for_a_peer_that_is_just_joining():
     new = Peer("new", "connecting")
     site = Site(new)
