@@ -60,7 +60,7 @@ class ServerStream:
         self._waiters: set[asyncio.Future[None]] = set()
         self._over = asyncio.Event()
         self.is_completing = False
-        self._moved_at = 0.0
+        self._moved_at = now()
 
     @property
     def staged_bytes(self) -> int:

@@ -138,11 +138,12 @@ def opens_no_data_link(s: Served) -> None:
 @on_uvloop
 @pytest.mark.parametrize("fault", [never_acks, opens_no_data_link])
 async def test_peer_that_takes_nothing_loses_its_stream_and_not_its_session(fault: Callable[[Served], None]):
-    async with served(progress_timeout_s=0.3) as s:
+    async with served(progress_timeout_s=0.8) as s:
         fault(s)
-        prefill = s.ask(200)
+        began, prefill = time.monotonic(), s.ask(200)
         with pytest.raises(PeerTimeout, match=r"stream.progress_timeout"):
             await asyncio.wait_for(prefill.wait() if fault is opens_no_data_link else told(prefill), 10)
+        assert time.monotonic() - began > 0.8, "not before it had its time"
         await s.freed()
         assert s.count("prfaas_prefills_total", outcome="timeout") == 1
         assert s.client.state == "ready"
