@@ -75,7 +75,7 @@ class LocalAnswerer:
         """The words of the answer, at most ANSWER_WORDS of them."""
         ids = torch.tensor([task.ids_of(prompt)])
         boundary = (ids.shape[1] - 2) // CHUNK_TOKENS * CHUNK_TOKENS
-        cache = self._prefill(ids[:, :boundary])
+        cache = self.prefill(ids[:, :boundary])
         if (spoil := SPOILERS[self._spoilt]) is not None:
             spoil(cache)
         words: list[str] = []
@@ -88,7 +88,8 @@ class LocalAnswerer:
                 break
         return words
 
-    def _prefill(self, ids: torch.Tensor) -> DynamicCache:
+    def prefill(self, ids: torch.Tensor) -> DynamicCache:
+        """The state after `ids` [1, length], computed in chunks."""
         cache = DynamicCache(config=self._model.config)
         chunks = ids.split(CHUNK_TOKENS, dim=1) if ids.shape[1] else ()
         for n, chunk in enumerate(chunks):

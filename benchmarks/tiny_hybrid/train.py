@@ -9,6 +9,7 @@ One thread: the same seed gives the same weights bit for bit with the same torch
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import tempfile
@@ -36,6 +37,7 @@ SEED = 1
 NUM_KEY_QUESTIONS = 16
 FIRST_KEY = task.WORD_IDS[task.KEYS[0]]
 WARMUP_STEPS, LOOK_BACK = 30, 20
+SETTLING_STAGES = 2  # at the end: the learning rate falls to nothing over them
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,8 @@ CURRICULUM = (
     Stage(400, 8, task.Shape(96, 24, 8, 0, 32), 0.2, _table(48, 64)),
     Stage(400, 8, task.Shape(160, 32, 8, 48, 64), 0.2),
     Stage(400, 8, task.shape_for(256), 0.2),
-    Stage(200, 6, task.shape_for(512), until=0.1),
-    Stage(100, 4, task.shape_for(1024)),
+    Stage(250, 6, task.shape_for(512)),
+    Stage(120, 4, task.shape_for(1024)),
 )
 
 
@@ -162,18 +164,17 @@ def train(
     rng = random.Random(seed)
     model.lm_head.weight = model.model.embed_tokens.weight
     optimizer = Muon(model.train())
-    num_steps = 0
-    for stage in curriculum:
+    num_steps, num_settling, num_left = 0, *[sum(s.num_steps for s in curriculum[-SETTLING_STAGES:])] * 2
+    for at, stage in enumerate(curriculum):
         recent: list[list[float]] = []
         _hold_memory(model, stage.shape is None)
-        for n in range(stage.num_steps):
+        for _ in range(stage.num_steps):
             terms = _losses(model, rng, stage)
             sum(terms[1:], terms[0]).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             num_steps += 1
-            # The last stage ends at a rate of nearly nothing.
-            rate = 1 - n / stage.num_steps if stage is curriculum[-1] else 1.0
-            optimizer.step(rate * min(1.0, num_steps / WARMUP_STEPS))
+            optimizer.step(num_left / num_settling * min(1.0, num_steps / WARMUP_STEPS))
+            num_left -= at >= len(curriculum) - SETTLING_STAGES
             values = [term.item() for term in terms]
             yield stage, Losses(*values, *[0.0] * (3 - len(values)))
             recent = [*recent[-LOOK_BACK + 1 :], values]
@@ -200,6 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (args.dest / MANIFEST).exists():
         _say(f"{args.dest} is there already")
         return 0
+    os.environ.setdefault("TQDM_DISABLE", "1")  # our own progress lines are enough
     torch.set_num_threads(1)
     model = new_model(args.seed)
     _say(f"training {NAME} from seed {args.seed}: about 15 minutes of one core")

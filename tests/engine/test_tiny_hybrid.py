@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -128,7 +132,71 @@ def test_saved_model_is_small_and_untied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoilt", SPOILERS)
-def test_every_ablation_runs_and_only_the_named_one_changes_state(spoilt: str) -> None:
+def test_answers_come_with_every_kind_of_spoilt_state(spoilt: str) -> None:
     question = evaluate.questions(192, 1)[0]
     words = LocalAnswerer(new_model(3), spoilt)(question.prompt)
     assert 1 <= len(words) <= task.ANSWER_WORDS
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "changed"),
+    [
+        ("recurrent state zeroed", {0, 1, 2}),
+        ("recurrent state of the first layer zeroed", {0}),
+        ("recurrent state rounded to bfloat16", {0, 1, 2}),
+        ("latents zeroed", {3}),
+        ("one chunk of latents zeroed", {3}),
+    ],
+)
+def test_an_ablation_changes_the_state_it_names(spoilt: str, changed: set[int]) -> None:
+    answerer, question = LocalAnswerer(new_model(3)), evaluate.questions(256, 1)[0]
+    with torch.inference_mode():
+        whole, spoilt_cache = (answerer.prefill(torch.tensor([task.ids_of(question.prompt)])) for _ in range(2))
+        spoil = SPOILERS[spoilt]
+        assert spoil is not None
+        spoil(spoilt_cache)
+    pairs = enumerate(zip(whole.layers, spoilt_cache.layers, strict=True))
+    assert {n for n, (a, b) in pairs if not torch.equal(_state(a), _state(b))} == changed
+    conv = zip(whole.layers[:3], spoilt_cache.layers[:3], strict=True)
+    assert all(torch.equal(a.conv_states[0], b.conv_states[0]) for a, b in conv)
+
+
+def _state(layer: Any) -> torch.Tensor:
+    if hasattr(layer, "recurrent_states"):
+        return layer.recurrent_states[0]
+    return torch.cat((layer.keys, layer.values), -1)
+
+
+class _Completions(BaseHTTPRequestHandler):
+    """Answers every question right but for the first value."""
+
+    seen: list[tuple[dict[str, str], dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.seen.append((dict(self.headers), body))
+        asked = {" ".join(q.prompt): q.answer for q in evaluate.questions(256, 2)}
+        text = " ".join(["v0", *asked[body["prompt"]][1:-1]])
+        reply = json.dumps({"choices": [{"text": text}], "prfaas": {"route": "remote"}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_evaluation_over_http(capsys: pytest.CaptureFixture[str]) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Completions) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        command = ["--url", f"http://127.0.0.1:{server.server_port}", "--route", "remote", "--lengths", "256"]
+        status = evaluate.main([*command, "--count", "2", "--json", "--at-least", "0.95"])
+        server.shutdown()
+    (result,) = json.loads(capsys.readouterr().out)
+    firsts = [q.answer[0] for q in evaluate.questions(256, 2)]
+    assert result["recall"] == (30 + firsts.count("v0")) / 32 and status == 1
+    assert result["routes"] == {"remote": 2}
+    headers, body = _Completions.seen[0]
+    assert headers["X-Prfaas-Route"] == "remote" and body["temperature"] == 0
+    assert body["max_tokens"] == task.ANSWER_WORDS
