@@ -47,6 +47,9 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int)
 
 
 def _shape(raw: torch.Tensor, rows: Rows, eos_token_ids: tuple[int, ...]) -> torch.Tensor:
+    """The logits as they are drawn from; `raw` itself when nothing changes them."""
+    if not any(p.logit_bias or r.num_output_tokens < p.min_tokens or _has_penalties(p) for r, p in rows):
+        return raw
     work = raw.clone()
     for i, (row, params) in enumerate(rows):
         if params.logit_bias:
@@ -95,19 +98,27 @@ def _choose(work: torch.Tensor, rows: Rows) -> list[int]:
 
 
 def _draw(work: torch.Tensor, rows: Rows) -> list[int]:
-    """A race of exponential clocks: token i wins with probability p_i; small errors in p rarely change who wins."""
+    """One token per row by inverting the cumulative distribution, in order of token ids, at one uniform number."""
     work = work / _column([p.temperature for _, p in rows], work)
     work = _filter(work, [p for _, p in rows])
-    noise = np.stack([_noise(row.seed, row.choice, row.num_output_tokens, work.shape[1]) for row, _ in rows])
-    scores = torch.log_softmax(work, dim=-1) - torch.from_numpy(noise).to(work.device)
-    return [int(t) for t in torch.argmax(scores, dim=-1).tolist()]
+    # Sums in float64: over a large vocabulary they would otherwise lose the rare tokens.
+    cumulative = torch.softmax(work, dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:].contiguous()
+    uniform = torch.tensor([[_uniform(r.seed, r.choice, r.num_output_tokens)] for r, _ in rows], dtype=torch.float64)
+    drawn = torch.searchsorted(cumulative, uniform.to(work.device) * total, right=True)
+    # A uniform number next to 1 may round up to the total.
+    last = torch.searchsorted(cumulative, total)
+    return [int(t) for t in torch.minimum(drawn, last)[:, 0].tolist()]
 
 
-def _noise(seed: int, choice: int, index: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """log of exponential variates, one per token id, from (seed, choice, index) alone and alike on every machine."""
-    words = np.random.Philox(np.random.SeedSequence((seed % 2**64, choice, index))).random_raw(size)
-    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    return np.log(-np.log(uniform)).astype(np.float32)
+def _uniform(seed: int, choice: int, index: int) -> float:
+    """A number in (0, 1) from (seed, choice, index) alone, alike on every machine."""
+    word = int(np.random.Philox(np.random.SeedSequence((seed % 2**64, choice, index))).random_raw())
+    return ((word >> 11) + 0.5) * 2.0**-53
+
+
+# Of a row's logits this many are sorted first; few distributions need more.
+NUM_CANDIDATES = 2048
 
 
 def _filter(work: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
@@ -115,20 +126,39 @@ def _filter(work: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
     if any(p.min_p > 0 for p in params):
         floor = work.amax(dim=-1, keepdim=True) + torch.log(_column([p.min_p for p in params], work))
         work = work.masked_fill(work < floor, -torch.inf)
-    if not any(p.top_k > 0 or p.top_p < 1 for p in params):
+    rows = [i for i, p in enumerate(params) if 0 < p.top_k < work.shape[-1] or p.top_p < 1]
+    if not rows:
         return work
-    # Stable, so that of equal logits the lower id is kept.
-    ordered, ids = torch.sort(work, dim=-1, descending=True, stable=True)
+    chosen = [params[i] for i in rows]
+    part = work[rows]
+    kept, is_enough = _kept_of_best(part, chosen, min(NUM_CANDIDATES, part.shape[-1]))
+    for n in [n for n, enough in enumerate(is_enough) if not enough]:
+        kept[n : n + 1], _ = _kept_of_best(part[n : n + 1], chosen[n : n + 1], part.shape[-1])
+    work[rows] = kept
+    return work
+
+
+def _kept_of_best(work: torch.Tensor, params: list[SamplingParams], num_best: int) -> tuple[torch.Tensor, list[bool]]:
+    """top_k and top_p looking at the `num_best` largest of each row, and for which rows that was enough."""
+    values, ids = torch.topk(work, num_best, dim=-1)
+    # By id first, then stably by value: of equal logits the lower id is kept.
+    ids = ids.sort(dim=-1).values
+    values, order = torch.sort(work.gather(-1, ids), dim=-1, descending=True, stable=True)
+    ids = ids.gather(-1, order)
     vocabulary = work.shape[-1]
-    ranks = torch.arange(vocabulary, device=work.device)[None, :]
     limits = torch.tensor([p.top_k if p.top_k > 0 else vocabulary for p in params], device=work.device)[:, None]
-    ordered = ordered.masked_fill(ranks >= limits, -torch.inf)
-    probs = torch.softmax(ordered, dim=-1)
-    # The token that reaches top_p is kept: what counts is the mass before it.
+    mass = _column([p.top_p if p.top_p < 1 else torch.inf for p in params], work)
+    left = values.masked_fill(torch.arange(num_best, device=work.device)[None, :] >= limits, -torch.inf)
+    everything = torch.where(limits <= num_best, left.logsumexp(-1, keepdim=True), work.logsumexp(-1, keepdim=True))
+    probs = torch.exp(left - everything)
+    # The token that reaches top_p is kept: what counts is the mass before it. The best one always stays.
     before = probs.cumsum(dim=-1) - probs
-    dropped = (before >= _column([p.top_p for p in params], work)) & (ranks > 0)
-    dropped &= _column([float(p.top_p < 1) for p in params], work) > 0
-    return torch.empty_like(work).scatter_(-1, ids, ordered.masked_fill(dropped, -torch.inf))
+    left[:, 1:] = left[:, 1:].masked_fill(before[:, 1:] >= mass, -torch.inf)
+    is_cut = torch.isneginf(left[:, -1])
+    # Equal logits beyond the candidates might have lower ids than those among them.
+    is_tied = (work == values[:, -1:]).sum(-1) > (values == values[:, -1:]).sum(-1)
+    is_enough = [num_best == vocabulary or c for c in (is_cut & ~is_tied | (values[:, -1] == -torch.inf)).tolist()]
+    return torch.full_like(work, -torch.inf).scatter_(-1, ids, left), is_enough
 
 
 def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:

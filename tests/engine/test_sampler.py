@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from common.engine.sampler import sample, token_logprobs
+from common.engine.sampler import NUM_CANDIDATES, _filter, _kept_of_best, sample, token_logprobs
 from common.request import SamplingParams
 from common.sched.sequence import Sequence
 
 EOS = (2,)
 VOCAB = 50
-PINNED = [32, 3, 14, 5, 22, 28, 30, 40]
+PINNED = [4, 15, 37, 16, 20, 12, 41, 23]
 
 
 def row(prompt=(5, 6, 7), output=(), *, seed=0, choice=0, **params) -> Sequence:
@@ -133,6 +133,21 @@ def test_draws_follow_the_filtered_distribution(params):
     for token, probability in expected.items():
         spread = math.sqrt(probability * (1 - probability) / number)
         assert abs(drawn[token] / number - probability) < 5 * spread + 1e-9, token
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 4.0])
+@pytest.mark.parametrize(
+    "params", [{"top_p": 0.3}, {"top_p": 0.9999}, {"top_k": 3000}, {"top_k": 40, "top_p": 0.9}, {"top_k": 2048}]
+)
+def test_looking_at_the_best_candidates_first_changes_nothing(params, scale):
+    """A vocabulary larger than the candidates, with and without equal logits at the edge."""
+    generator = torch.Generator().manual_seed(1)
+    smooth = torch.randn(3, 3 * NUM_CANDIDATES, generator=generator) * scale
+    for work in (smooth, (smooth * 2).round() / 2):
+        chosen = [SamplingParams(max_tokens=1, temperature=1.0, **params)] * 3
+        whole, is_enough = _kept_of_best(work, chosen, work.shape[-1])
+        assert all(is_enough)
+        assert torch.equal(_filter(work.clone(), chosen) > -torch.inf, whole > -torch.inf)
 
 
 def test_a_draw_depends_on_seed_choice_and_index_only():
