@@ -1,7 +1,8 @@
 """Attention over slots: the function that transformers' model code calls instead of its own.
 
-It reads the slots in place; no context is ever gathered or padded. Rows of a decode batch are at different positions
-and are attended one by one; a chunk attends once. Called through transformers' AttentionInterface with a SlotContext.
+It reads the slots in place; no context is ever gathered or padded. Rows of a decode batch are at different positions:
+kernels attend them all in one call (decode_rows.py), or torch does one by one where there are none. A chunk attends
+once. Called through transformers' AttentionInterface with a SlotContext.
 """
 
 from __future__ import annotations
@@ -59,6 +60,9 @@ def slot_attention(
     scoring = Scoring(scaling, softcap, s_aux)
     if spec.kind == "latent":
         return _attend_latents(query, number, context, scoring), None
+    done = _attend_rows(query, number, context, scoring)
+    if done is not None:
+        return done, None
     outputs = []
     for row, (slot, start) in enumerate(zip(context.slots, context.starts, strict=True)):
         keys, values = slot.read(number, spec.needed_from(start), start + context.length)
@@ -67,12 +71,25 @@ def slot_attention(
 
 
 def _check_arguments(spec: StateSpec, others: dict[str, Any], window: int) -> None:
-    unknown = sorted(k for k, v in others.items() if v is not None and v is not False and k not in _HARMLESS)
+    unknown = [k for k, v in others.items() if v is not None and v is not False and k not in _HARMLESS]
     if unknown:
-        raise EngineError(f"layer {spec.layer} asks for attention with {', '.join(unknown)}, which is not supported")
+        raise EngineError(
+            f"layer {spec.layer} asks for attention with {', '.join(sorted(unknown))}, which is not supported"
+        )
     # Chunked attention, for one, also keeps a window of rows but means something else by it.
     if window != spec.window:
         raise EngineError(f"layer {spec.layer} keeps a window of {spec.window} but attends with one of {window}")
+
+
+def _attend_rows(query: torch.Tensor, number: int, context: SlotContext, scoring: Scoring) -> torch.Tensor | None:
+    """Decode rows by kernels: [B, 1, heads, dim]; None, with the new rows in the slots, where torch has to do it."""
+    rows = context.rows
+    if rows is None:
+        return None
+    done = rows.attend(number, query, scoring.scale, scoring.sinks) if scoring.softcap is None else None
+    if done is None and (new := rows.take(number)) is not None:
+        context.write(number, *new)
+    return done
 
 
 def _attend_latents(query: torch.Tensor, number: int, context: SlotContext, scoring: Scoring) -> torch.Tensor:
@@ -89,6 +106,9 @@ def _attend_latents(query: torch.Tensor, number: int, context: SlotContext, scor
     absorbed, outputs = weights.absorb(query), []
     if scoring.scale is None:
         scoring = Scoring(query.shape[-1] ** -0.5, scoring.softcap, scoring.sinks)
+    done = _attend_rows(absorbed, number, context, scoring)
+    if done is not None:
+        return weights.project(done.transpose(1, 2)).transpose(1, 2)
     for row, (slot, start) in enumerate(zip(context.slots, context.starts, strict=True)):
         [rows] = slot.read(number, 0, start + context.length)
         outputs.append(_attend(absorbed[row], rows, rows[..., : weights.rank], context, 0, scoring))

@@ -9,18 +9,13 @@ and nothing lets the compiler assume away NaN or infinity. Knows addresses, no t
 from __future__ import annotations
 
 import ctypes
-import logging
-import platform
-import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-log = logging.getLogger(__name__)
+from common.engine.kernel_llvm import LANES, VECTOR, Code, Once, add, compile_module, entry_code, splat, tree
 
 ROWS = 3  # rows of W in a tile; ROWS * MAX_X accumulators, ROWS weights and one x fill 16 vector registers
 MAX_X = 4  # rows of x that one pass over a tile serves
-LANES = 8
 # From so many rows of x on, a block is unpacked to float32 once instead of in every pass.
 UNPACK_FROM = {"float32": 1 << 62, "bfloat16": 32, "int8": 16, "int4": 6}
 PREFETCH_BYTES = 4096  # how far ahead in the tile's stream
@@ -35,7 +30,6 @@ SEGMENT = ("weights", "bias", "num_rows", "num_blocks")
 # Slots of what one call adds; the first two are counters that the threads take blocks and scratch memory by.
 _CALL = ("next_block", "next_scratch", "plan", "x", "x_stride", "num_x", "out", "scratch")
 
-_VECTOR = f"<{LANES} x float>"
 _TILE_ARGS = (
     "ptr noalias {w}, i64 {chunks}, ptr {x}, i64 {x_stride}, ptr {bias}, ptr noalias {out}, i64 {n}, i64 {rows}"
 )
@@ -55,58 +49,25 @@ class Kernels:
     engine: object  # owns the code
 
 
-_lock = threading.Lock()
-_made: list[Kernels | str] = []
-
-
-def kernels() -> Kernels | None:
-    """The kernels of this process, compiled at the first call; None, said once in the log, if that fails."""
-    with _lock:
-        if not _made:
-            try:
-                _made.append(_compile())
-            except (ImportError, OSError, RuntimeError, AttributeError, ValueError) as error:
-                log.info("matrix kernels are not available, torch computes all products: %s", error)
-                _made.append(str(error) or type(error).__name__)
-        made = _made[0]
-    return made if isinstance(made, Kernels) else None
-
-
 def reason() -> str:
     """Why `kernels` returned None, or an empty string."""
-    return _made[0] if _made and isinstance(_made[0], str) else ""
+    return kernels.reason
 
 
 def _compile() -> Kernels:
-    import llvmlite.binding as llvm
-
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    features = llvm.get_host_cpu_features()
-    machine_name = platform.machine().lower()
-    if sys.byteorder != "little" or not (
-        machine_name in ("aarch64", "arm64") or (features.get("avx2") and features.get("fma"))
-    ):
-        raise RuntimeError(f"{machine_name} without AVX2 and FMA")
-    # torch's own OpenMP threads: a second pool would fight with them for the cores.
-    run = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
-    parallel = (ctypes.cast(run, ctypes.c_void_p).value or 0) if run is not None else 0
-    if not parallel:
-        log.info("torch has no OpenMP of GNU's kind: matrix kernels run on one thread")
-    target = llvm.Target.from_default_triple()
-    machine = target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=2)
-    module = llvm.parse_assembly(source(parallel))
-    module.verify()
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
+    engine = compile_module(source)
     signature = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6, ctypes.c_int32)
     return Kernels({name: signature(engine.get_function_address(f"product_{name}")) for name in STEPS}, engine)
+
+
+# The kernels of this process, compiled at the first call; None, said once in the log, if that fails.
+kernels = Once(_compile, "matrix kernels are not available, torch computes all products")
 
 
 def source(parallel: int) -> str:
     """The LLVM module; `parallel` is the address of GOMP_parallel, or 0 where there is none."""
     parts = [
-        f"declare {_VECTOR} @llvm.fma.v{LANES}f32({_VECTOR}, {_VECTOR}, {_VECTOR})",
+        f"declare {VECTOR} @llvm.fma.v{LANES}f32({VECTOR}, {VECTOR}, {VECTOR})",
         "declare i64 @llvm.umin.i64(i64, i64)",
         "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)",
     ]
@@ -116,76 +77,45 @@ def source(parallel: int) -> str:
     return "\n".join(parts)
 
 
-class _Code:
-    """Lines of one function, with fresh names for intermediate values."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def value(self, expression: str) -> str:
-        name = f"%v{len(self.lines)}"
-        self.lines.append(f"  {name} = {expression}")
-        return name
-
-    def do(self, *lines: str) -> None:
-        self.lines += [line if line.endswith(":") else "  " + line for line in lines]
-
-    def at(self, base: str, index: str | int, kind: str = "i8") -> str:
-        """Address of element `index` of an array of `kind`."""
-        return self.value(f"getelementptr {kind}, ptr {base}, i64 {index}")
-
-    def slots(self, base: str, names: tuple[str, ...]) -> dict[str, str]:
-        """All int64 slots of a record."""
-        return {name: self.value(f"load i64, ptr {self.at(base, i, 'i64')}") for i, name in enumerate(names)}
-
-    def pointer(self, number: str) -> str:
-        return self.value(f"inttoptr i64 {number} to ptr")
-
-    def function(self, head: str) -> str:
-        return "\n".join([f"define {head} {{", *self.lines, "}"])
-
-
-def _weights(code: _Code, name: str, chunk: str, row: int, part: int) -> str:
+def _weights(code: Code, name: str, chunk: str, row: int, part: int) -> str:
     """Eight float32 weights of a chunk: those of `row` that meet x[8 * part : 8 * part + 8] of the chunk's step."""
     if name == "float32":
-        return code.value(f"load {_VECTOR}, ptr {code.at(chunk, row * 32)}, align 4")
+        return code.value(f"load {VECTOR}, ptr {code.at(chunk, row * 32)}, align 4")
     if name == "bfloat16":
         # Weight i and weight 8 + i share a 32-bit word; a bfloat16 is the upper half of a float32.
         pairs = code.value(f"load <8 x i32>, ptr {code.at(chunk, row * 32)}, align 4")
         bits = code.value(
             f"and <8 x i32> {pairs}, splat (i32 -65536)" if part else f"shl <8 x i32> {pairs}, splat (i32 16)"
         )
-        return code.value(f"bitcast <8 x i32> {bits} to {_VECTOR}")
+        return code.value(f"bitcast <8 x i32> {bits} to {VECTOR}")
     if name == "int8":
         small = code.value(f"load <8 x i8>, ptr {code.at(chunk, ROWS * 4 + row * 32 + part * 8)}, align 1")
         wide = code.value(f"sext <8 x i8> {small} to <8 x i32>")
-        level = code.value(f"sitofp <8 x i32> {wide} to {_VECTOR}")
-        return code.value(f"fmul {_VECTOR} {level}, {_spread(code, code.at(chunk, row * 4))}")
+        level = code.value(f"sitofp <8 x i32> {wide} to {VECTOR}")
+        return code.value(f"fmul {VECTOR} {level}, {_spread(code, code.at(chunk, row * 4))}")
     # Byte i of a half chunk holds weights i and 8 + i.
     small = code.value(f"load <8 x i8>, ptr {code.at(chunk, ROWS * 8 + row * 16 + part // 2 * 8)}, align 1")
     wide = code.value(f"zext <8 x i8> {small} to <8 x i32>")
     four = code.value(f"lshr <8 x i32> {wide}, splat (i32 4)" if part % 2 else f"and <8 x i32> {wide}, splat (i32 15)")
-    level = code.value(f"sitofp <8 x i32> {four} to {_VECTOR}")
+    level = code.value(f"sitofp <8 x i32> {four} to {VECTOR}")
     # A 4-bit level times a scale of 11 bits is exact, so this rounds once, as a fused operation would, but needs one
     # register less.
-    product = code.value(f"fmul {_VECTOR} {level}, {_spread(code, code.at(chunk, row * 4))}")
-    return code.value(f"fadd {_VECTOR} {product}, {_spread(code, code.at(chunk, (ROWS + row) * 4))}")
+    product = code.value(f"fmul {VECTOR} {level}, {_spread(code, code.at(chunk, row * 4))}")
+    return code.value(f"fadd {VECTOR} {product}, {_spread(code, code.at(chunk, (ROWS + row) * 4))}")
 
 
-def _spread(code: _Code, address: str) -> str:
-    one = code.value(f"load float, ptr {address}, align 4")
-    first = code.value(f"insertelement {_VECTOR} poison, float {one}, i32 0")
-    return code.value(f"shufflevector {_VECTOR} {first}, {_VECTOR} poison, <8 x i32> zeroinitializer")
+def _spread(code: Code, address: str) -> str:
+    return splat(code, code.value(f"load float, ptr {address}, align 4"))
 
 
 def _tile(name: str, num_x: int) -> str:
     """One tile of W times `num_x` rows of x; stores the first `rows` of its results."""
-    code, step = _Code(), STEPS[name]
+    code, step = Code(), STEPS[name]
     sums = [[f"%s{row}_{m}" for m in range(num_x)] for row in range(ROWS)]
     code.do("entry:")
     xs = ["%x"] + [code.at("%x", code.value(f"mul i64 %x_stride, {m}"), "float") for m in range(1, num_x)]
     code.do("br label %loop", "loop:", "%c = phi i64 [0, %entry], [%c.next, %loop]")
-    code.do(*(f"{s} = phi {_VECTOR} [zeroinitializer, %entry], [{s}.next, %loop]" for row in sums for s in row))
+    code.do(*(f"{s} = phi {VECTOR} [zeroinitializer, %entry], [{s}.next, %loop]" for row in sums for s in row))
     chunk = code.at("%w", code.value(f"mul i64 %c, {CHUNK_BYTES[name]}"))
     for ahead in range(0, CHUNK_BYTES[name], 64):
         code.do(f"call void @llvm.prefetch.p0(ptr {code.at(chunk, PREFETCH_BYTES + ahead)}, i32 0, i32 3, i32 1)")
@@ -194,12 +124,12 @@ def _tile(name: str, num_x: int) -> str:
     for part in range(step // LANES):
         weights = [_weights(code, name, chunk, row, part) for row in range(ROWS)]
         for m in range(num_x):
-            x = code.value(f"load {_VECTOR}, ptr {code.at(code.at(xs[m], k, 'float'), part * LANES, 'float')}, align 4")
+            x = code.value(f"load {VECTOR}, ptr {code.at(code.at(xs[m], k, 'float'), part * LANES, 'float')}, align 4")
             for row in range(ROWS):
                 s = sums[row][m]
                 fresh = f"{s}.next" if part == step // LANES - 1 else f"{s}.{part}"
-                terms = ", ".join(f"{_VECTOR} {term}" for term in (weights[row], x, last[s]))
-                code.do(f"{fresh} = call {_VECTOR} @llvm.fma.v8f32({terms})")
+                terms = ", ".join(f"{VECTOR} {term}" for term in (weights[row], x, last[s]))
+                code.do(f"{fresh} = call {VECTOR} @llvm.fma.v8f32({terms})")
                 last[s] = fresh
     code.do("%c.next = add i64 %c, 1", "%more = icmp ult i64 %c.next, %chunks", "br i1 %more, label %loop, label %done")
     code.do("done:")
@@ -208,8 +138,8 @@ def _tile(name: str, num_x: int) -> str:
     return code.function(f"internal void @tile_{name}_{num_x}({args}) noinline nounwind")
 
 
-def _store(code: _Code, sums: list[list[str]]) -> None:
-    totals = [[_total(code, f"{s}.next") for s in row] for row in sums]
+def _store(code: Code, sums: list[list[str]]) -> None:
+    totals = [[tree(code, f"{s}.next", add) for s in row] for row in sums]
     for row, line in enumerate(totals):
         if row:
             code.do(
@@ -222,24 +152,9 @@ def _store(code: _Code, sums: list[list[str]]) -> None:
     code.do("br label %end", "end:", "ret void")
 
 
-def _total(code: _Code, vector: str) -> str:
-    """The sum of eight lanes, as a tree."""
-    for lanes in (4, 2, 1):
-        low, high = (
-            code.value(
-                f"shufflevector <{2 * lanes} x float> {vector}, <{2 * lanes} x float> poison, <{lanes} x i32> <"
-                + ", ".join(f"i32 {start + i}" for i in range(lanes))
-                + ">"
-            )
-            for start in (0, lanes)
-        )
-        vector = code.value(f"fadd <{lanes} x float> {low}, {high}")
-    return code.value(f"extractelement <1 x float> {vector}, i32 0")
-
-
 def _block(name: str) -> str:
     """All rows of x, MAX_X at a time or fewer in equal parts, times a block of tiles."""
-    code = _Code()
+    code = Code()
     tile_bytes = "%tile_bytes"
     code.do("entry:", f"{tile_bytes} = mul i64 %chunks, {CHUNK_BYTES[name]}", "br label %group", "group:")
     code.do("%m = phi i64 [0, %entry], [%m.next, %group.end]")
@@ -272,14 +187,14 @@ def _block(name: str) -> str:
 
 def _unpack(name: str) -> str:
     """`num` chunks as float32 chunks."""
-    code, parts = _Code(), STEPS[name] // LANES
+    code, parts = Code(), STEPS[name] // LANES
     code.do("entry:", "br label %loop", "loop:", "%c = phi i64 [0, %entry], [%c.next, %loop]")
     chunk = code.at("%w", code.value(f"mul i64 %c, {CHUNK_BYTES[name]}"))
     to = code.at("%to", code.value(f"mul i64 %c, {parts * CHUNK_BYTES['float32']}"))
     for part in range(parts):
         for row in range(ROWS):
             place = code.at(to, part * CHUNK_BYTES["float32"] + row * 32)
-            code.do(f"store {_VECTOR} {_weights(code, name, chunk, row, part)}, ptr {place}, align 4")
+            code.do(f"store {VECTOR} {_weights(code, name, chunk, row, part)}, ptr {place}, align 4")
     code.do("%c.next = add i64 %c, 1", "%more = icmp ult i64 %c.next, %num", "br i1 %more, label %loop, label %end")
     code.do("end:", "ret void")
     return code.function(f"internal void @unpack_{name}(ptr noalias %w, i64 %num, ptr noalias %to) noinline nounwind")
@@ -287,7 +202,7 @@ def _unpack(name: str) -> str:
 
 def _worker(name: str) -> str:
     """One thread's share of a call: takes block after block until none is left."""
-    code = _Code()
+    code = Code()
     code.do("entry:")
     call = code.slots("%call", _CALL)
     plan_at = code.pointer(call["plan"])
@@ -336,17 +251,10 @@ def _worker(name: str) -> str:
 
 def _entry(name: str, parallel: int) -> str:
     """Lays out the call on the stack and runs the worker here or on `threads` threads."""
-    code = _Code()
+    code = Code()
     code.do("entry:", f"%call = alloca [{len(_CALL)} x i64], align 16")
     for i, slot in enumerate(_CALL):
         code.do(f"store i64 {'0' if i < 2 else '%' + slot}, ptr {code.at('%call', i, 'i64')}")
-    code.do(
-        f"%alone = icmp slt i32 %threads, {2 if parallel else 1 << 30}",
-        "br i1 %alone, label %serial, label %parallel",
-        "serial:",
-    )
-    code.do(f"call void @worker_{name}(ptr %call)", "ret void", "parallel:")
-    code.do(f"%run = inttoptr i64 {parallel} to ptr")
-    code.do(f"call void %run(ptr @worker_{name}, ptr %call, i32 %threads, i32 0)", "ret void")
+    entry_code(code, f"worker_{name}", "%call", parallel)
     args = ", ".join(f"i64 %{slot}" for slot in _CALL[2:])
     return code.function(f"void @product_{name}({args}, i32 %threads)")

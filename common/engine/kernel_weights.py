@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from common.engine.kernel_code import CHUNK_BYTES, LANES, ROWS, STEPS
+from common.engine.kernel_code import CHUNK_BYTES, ROWS, STEPS
+from common.engine.kernel_llvm import LANES
 
 # From small to large; float32 holds everything.
 FORMATS = ("int4", "int8", "bfloat16", "float32")

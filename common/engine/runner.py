@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from common.engine.attention import ATTENTION_NAME
+from common.engine.decode_rows import DecodeAttention
 from common.engine.fixed import FixedBatch, FixedLayout, FixedRows
 from common.engine.kernels import accelerate
 from common.engine.latent import LatentWeights
@@ -50,7 +51,7 @@ class RunnerOptions:
 
     Attributes:
         kv_dtype: of rows; "" means as `dtype`.
-        weights: "exact", "int8" or "torch"; only `load` looks at it.
+        weights: "exact", "int8" or "torch"; `load` packs matrices by it, and "torch" does without kernels anywhere.
         threads: 0 leaves torch's choice.
         room: largest chunk.
         parks: preempted sequences move to host memory (None: on devices with memory of their own).
@@ -112,6 +113,10 @@ class Runner:
         self._batch = FixedBatch(self._fixed)
         self._latents = {self._index.rows(layer): LatentWeights(module) for layer, module in latents.items()}
         self._layout, manifest = layout, loaded.manifest
+        self._attention: DecodeAttention | None = None
+        if options.weights != "torch" and options.dtype == "float32" and self._device.type == "cpu":
+            ranks = {number: weights.rank for number, weights in self._latents.items()}
+            self._attention = DecodeAttention.make(layout, ranks)
         self.facts = ModelInfo(
             name=manifest.name,
             weights_digest=manifest.weights_digest,
@@ -176,6 +181,8 @@ class Runner:
     def _rows_context(self, slots: list[SlotState], starts: list[int]) -> SlotContext:
         """For a batch of decode rows."""
         context = SlotContext(self._index, slots, starts, 1, latents=self._latents)
+        if self._attention is not None:
+            context.rows = self._attention.rows(slots, starts)
         if self._fixed.num_bytes:
             for slot, start in zip(slots, starts, strict=True):
                 if start == 0:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows
 from transformers.cache_utils import Cache
 
+from common.engine.decode_rows import DecodeRows
 from common.engine.fixed import FixedRows
 from common.engine.state import SlotState
 from common.errors import EngineError
@@ -67,6 +68,7 @@ class SlotContext:
         on_layer: told each state number, in order, once its new state is in the slots.
         stops_early: the forward may be abandoned when all state is written.
         latents: weights for attention over latents, by state number (common/engine/latent.py).
+        rows: writes and attends, when kernels do that for decode rows.
     """
 
     index: StateIndex
@@ -78,7 +80,17 @@ class SlotContext:
     on_layer: Callable[[int], None] | None = None
     stops_early: bool = False
     latents: dict[int, Any] = field(default_factory=dict)
+    rows: DecodeRows | None = None
     masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def write(self, number: int, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Put new rows of state `number` into the slots: keys and values, or pieces of latents, [B, heads, c, dim]."""
+        # [B, c, heads, dim]: rows become token-major, as the slots hold them.
+        rows = [first.transpose(1, 2), second.transpose(1, 2)]
+        if self.index.specs[number].kind == "latent":
+            rows = [torch.cat(rows, dim=-1)]
+        for i, (slot, start) in enumerate(zip(self.slots, self.starts, strict=True)):
+            slot.write(number, start, [r[i] for r in rows])
 
     def mask(self, window: int, group: int, query: torch.Tensor) -> torch.Tensor:
         """Additive mask [group * c, keys] of a chunk, repeated for the query heads that share a key head."""
@@ -115,12 +127,10 @@ class SlotCache(Cache):
         context = self.context
         self._enter(layer_idx)
         number = context.index.rows(layer_idx)
-        # [B, c, heads, dim]: rows become token-major, as the slots hold them.
-        rows = [key_states.transpose(1, 2), value_states.transpose(1, 2)]
-        if context.index.specs[number].kind == "latent":
-            rows = [torch.cat(rows, dim=-1)]
-        for i, (slot, start) in enumerate(zip(context.slots, context.starts, strict=True)):
-            slot.write(number, start, [r[i] for r in rows])
+        if context.rows is None:
+            context.write(number, key_states, value_states)
+        else:
+            context.rows.add(number, key_states, value_states)
         self._is_written(number)
         return key_states, value_states
 
@@ -173,6 +183,9 @@ class SlotCache(Cache):
 
     def finish(self) -> None:
         """The forward is over: whatever changed in place is complete now."""
+        if self.context.rows is not None:
+            for number, (first, second) in self.context.rows.take_all().items():
+                self.context.write(number, first, second)
         self._advance_to(len(self.context.index.specs))
 
     @property

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from common.engine.fixed import TORCH_DTYPES, FixedLayout
@@ -29,6 +30,21 @@ class LayerState:
 
     tensors: Rows
     base: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where a slot's rows lie: for a new token at any position in [first, stop), until the buffers change.
+
+    Attributes:
+        addresses: int64 [states, 2]: of the row of token 0, had it a place, in each tensor (twice if there is but one).
+        tensors: hold the memory.
+    """
+
+    addresses: np.ndarray
+    tensors: tuple[torch.Tensor, ...]
+    first: int
+    stop: int
 
 
 class SlotState:
@@ -56,6 +72,7 @@ class SlotState:
         self._parked: list[Rows] = []
         self._staged: dict[tuple[int, int, tuple[int, ...]], Rows] = {}
         self._layers = [LayerState(self._allocate(spec)) for spec in layout.states]
+        self._located: Located | None = None
 
     @property
     def num_bytes(self) -> dict[str, int]:
@@ -79,12 +96,25 @@ class SlotState:
         state = self._layers[layer]
         return [t[first - state.base : stop - state.base] for t in state.tensors]
 
+    def locate(self, start: int) -> Located:
+        """Where the rows lie, once there is room for one at `start` in every layer.
+
+        Raises:
+            RequestFailed: the slot was freed.
+            ValueError: `start` does not fit, or a row that it needs is no longer kept.
+        """
+        found = self._located
+        if found is None or not found.first <= start < found.stop:
+            found = self._located = self._locate(start)
+        return found
+
     # -- the Slot protocol
 
     def prepare_import(self, num_tokens: int) -> None:
         """State of [0, num_tokens) will be written through `writable`."""
         for state, spec in zip(self._layers, self._layout.states, strict=True):
             state.base = spec.needed_from(num_tokens)
+        self._located = None
 
     def writable(self, start: int, stop: int, layers: tuple[int, ...]) -> tuple[memoryview, ...]:
         """Memory for the segment's rows. Raises RequestFailed when the slot was freed or the rows are outside it."""
@@ -118,12 +148,14 @@ class SlotState:
             for target, rows in zip(mine.tensors, other.tensors, strict=True):
                 target[: num_tokens - other.base] = rows[: num_tokens - other.base]
         self.fixed.copy_(source.fixed)
+        self._located = None
 
     def park(self, num_tokens: int) -> None:
         """Leave the batch, and the device if there is one: only what a continuation at `num_tokens` reads is kept."""
         self.fixed = self.fixed.to("cpu", copy=True)
         if not self._parks:
             return
+        self._located = None
         for state, spec in zip(self._layers, self._layout.states, strict=True):
             first = spec.needed_from(num_tokens) if spec.is_rows else 0
             self._parked.append([t[first - state.base : num_tokens - state.base].cpu().clone() for t in state.tensors])
@@ -144,6 +176,7 @@ class SlotState:
     def free(self) -> None:
         """Drop the memory; exported views keep theirs."""
         self._layers = []
+        self._located = None
         self._parked = []
         self._staged = {}
         self.fixed = torch.empty(0, dtype=torch.uint8)
@@ -163,6 +196,25 @@ class SlotState:
         for new, old in zip(fresh, state.tensors, strict=True):
             new[: start - first] = old[first - state.base : start - state.base]
         state.tensors, state.base = fresh, first
+        self._located = None
+
+    def _locate(self, start: int) -> Located:
+        if not self._layers or self._parked:
+            raise RequestFailed("the sequence is gone, and its state memory with it")
+        first, stop, tensors = 0, self._num_tokens, []
+        addresses = np.zeros((len(self._layers), 2), dtype=np.int64)
+        for number, (state, spec) in enumerate(zip(self._layers, self._layout.states, strict=True)):
+            if not spec.is_rows:
+                continue
+            if start + 1 - state.base > state.tensors[0].shape[0]:
+                self._slide(state, spec, start, start + 1)
+            if spec.needed_from(start) < state.base:
+                raise ValueError(f"layer number {number} no longer has the rows that a token at {start} attends to")
+            first = max(first, state.base + spec.window - 1 if state.base else 0)
+            stop = min(stop, state.base + state.tensors[0].shape[0])
+            addresses[number] = [t.data_ptr() - state.base * t.stride(0) * t.element_size() for t in state.tensors]
+            tensors += state.tensors
+        return Located(addresses, tuple(tensors), first, stop)
 
     def _parts(self, start: int, stop: int, layers: tuple[int, ...]) -> Rows:
         states = self._layers

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from common.engine import kernel_code, kernels
+from common.engine import kernel_code, kernel_llvm, kernels
 from common.engine.kernel_code import STEPS
+from common.engine.kernel_llvm import Once
 from common.engine.kernel_product import MIN_PARALLEL, Product
 from common.engine.kernel_weights import GROUP, InexactError, PackedWeight
 from common.engine.kernels import FastLinear, LazyWeight, accelerate
@@ -324,11 +325,11 @@ def test_a_model_that_does_not_run() -> None:
 
 
 def test_without_llvm(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(kernel_code, "_made", [])
+    monkeypatch.setattr(kernel_code, "kernels", Once(kernel_code._compile, "no kernels"))
     monkeypatch.setitem(sys.modules, "llvmlite", None)
     monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
     model, x = block(), random(3, 96)
-    with caplog.at_level(logging.INFO, logger=kernel_code.__name__):
+    with caplog.at_level(logging.INFO, logger=kernel_llvm.__name__):
         report = accelerate(model, run=lambda m: m(x))
         assert "llvmlite" in report.reason
         assert accelerate(model, run=lambda m: m(x)).reason == report.reason
@@ -337,8 +338,8 @@ def test_without_llvm(monkeypatch, caplog) -> None:
 
 
 def test_a_cpu_without_the_instructions(monkeypatch) -> None:
-    monkeypatch.setattr(kernel_code, "_made", [])
-    monkeypatch.setattr(kernel_code.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(kernel_code, "kernels", Once(kernel_code._compile, "no kernels"))
+    monkeypatch.setattr(kernel_llvm.platform, "machine", lambda: "riscv64")
     llvm = pytest.importorskip("llvmlite.binding")
     monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: llvm.targets.FeatureMap())
     assert kernel_code.kernels() is None and "riscv64" in kernel_code.reason()
@@ -350,8 +351,8 @@ def test_without_openmp_one_thread_does_all(monkeypatch, made) -> None:
         pass
 
     weight, x = weight_in("float32", 400, 512), random(3, 512)
-    monkeypatch.setattr(kernel_code.ctypes, "CDLL", lambda _name: Nothing())
-    monkeypatch.setattr(kernel_code, "_made", [])
+    monkeypatch.setattr(kernel_llvm.ctypes, "CDLL", lambda _name: Nothing())
+    monkeypatch.setattr(kernel_code, "kernels", Once(kernel_code._compile, "no kernels"))
     serial = kernel_code.kernels()
     assert serial is not None
     torch.set_num_threads(2)
