@@ -42,14 +42,14 @@ SETTLING_STAGES = 2  # at the end: the learning rate falls to nothing over them
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """At most `num_steps` batches of `num_texts` texts; over as soon as each loss is below `until` over 20 steps.
-
-    With `table`, the parts are trained apart: key questions on such texts, bound keys on texts of `shape`, if any.
+    """At most `num_steps` batches of `num_texts` texts, their shapes in turn; over when each loss is below `until` (mean
+    of 20 steps). With `table`, the parts are trained apart: key questions on such texts, and bound keys on texts
+    of `shapes`, if there are any.
     """
 
     num_steps: int
     num_texts: int
-    shape: task.Shape | None
+    shapes: tuple[task.Shape, ...]
     until: float = 0.0
     table: task.Shape | None = None
 
@@ -59,14 +59,14 @@ def _table(num_pairs: int, num_symbols: int) -> task.Shape:
 
 
 CURRICULUM = (
-    Stage(400, 32, None, 0.2, _table(4, 16)),
-    Stage(300, 16, None, 0.2, _table(16, 32)),
-    Stage(300, 8, None, 0.2, _table(48, 64)),
-    Stage(400, 8, task.Shape(96, 24, 8, 0, 32), 0.2, _table(48, 64)),
-    Stage(400, 8, task.Shape(160, 32, 8, 48, 64), 0.2),
-    Stage(400, 8, task.shape_for(256), 0.2),
-    Stage(250, 6, task.shape_for(512)),
-    Stage(120, 4, task.shape_for(1024)),
+    Stage(400, 32, (), 0.2, _table(4, 16)),
+    Stage(300, 16, (), 0.2, _table(16, 32)),
+    Stage(300, 8, (), 0.2, _table(48, 64)),
+    Stage(400, 8, (task.Shape(96, 24, 8, 0, 32),), 0.2, _table(48, 64)),
+    Stage(400, 8, (task.Shape(160, 32, 8, 48, 64),), 0.2),
+    Stage(400, 8, (task.shape_for(256),), 0.2),
+    Stage(300, 6, (task.shape_for(512), task.shape_for(256))),
+    Stage(210, 4, (task.shape_for(1024), task.shape_for(256), task.shape_for(512))),
 )
 
 
@@ -112,18 +112,19 @@ def _row(rng: random.Random, shape: task.Shape, num_key_questions: int) -> tuple
     return task.ids_of(words), key_at, list(range(start, len(words) - 1)), name_at, bound
 
 
-def _losses(model: KimiLinearForCausalLM, rng: random.Random, stage: Stage) -> list[Tensor]:
-    """The terms of Losses that this stage trains, in order."""
+def _losses(model: KimiLinearForCausalLM, rng: random.Random, stage: Stage, step: int) -> list[Tensor]:
+    """The terms of Losses that this step of a stage trains, in order."""
+    shape = stage.shapes[step % len(stage.shapes)] if stage.shapes else None
     if stage.table is not None:
         table = make_batch(rng, stage.num_texts, stage.table, NUM_KEY_QUESTIONS)
         with fast_kda(forgets=True):
             keys = _word_loss(model, _forward(model, table)[-1], table.ids, table.key_at)
-        if stage.shape is None:
+        if shape is None:
             return [keys]
-        named = make_batch(rng, stage.num_texts, stage.shape, 0)
+        named = make_batch(rng, stage.num_texts, shape, 0)
         with fast_kda():
             return [keys, _bound_loss(model, _forward(model, named), named)]
-    batch = make_batch(rng, stage.num_texts, stage.shape, NUM_KEY_QUESTIONS)
+    batch = make_batch(rng, stage.num_texts, shape, NUM_KEY_QUESTIONS)
     with fast_kda():
         states = _forward(model, batch)
     keys, answers = (_word_loss(model, states[-1], batch.ids, at) for at in (batch.key_at, batch.answer_at))
@@ -167,9 +168,9 @@ def train(
     num_steps, num_settling, num_left = 0, *[sum(s.num_steps for s in curriculum[-SETTLING_STAGES:])] * 2
     for at, stage in enumerate(curriculum):
         recent: list[list[float]] = []
-        _hold_memory(model, stage.shape is None)
-        for _ in range(stage.num_steps):
-            terms = _losses(model, rng, stage)
+        _hold_memory(model, not stage.shapes)
+        for step in range(stage.num_steps):
+            terms = _losses(model, rng, stage, step)
             sum(terms[1:], terms[0]).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             num_steps += 1
@@ -219,7 +220,7 @@ def _watch(steps: Iterator[tuple[Stage, Losses]], every: int = 50) -> None:
     started = time.process_time()
     for n, (stage, loss) in enumerate(steps, 1):
         if n % every == 0:
-            words = (stage.shape or stage.table or task.shape_for(128)).num_words
+            words = max(shape.num_words for shape in (*stage.shapes, stage.table) if shape)
             what = "keys {:.3f}  bound {:.3f}  answers {:.3f}".format(*loss)
             _say(f"step {n:5d}  {words:5d} words  loss: {what}  {time.process_time() - started:6.1f} s")
     _say(f"trained in {time.process_time() - started:.0f} s of CPU")

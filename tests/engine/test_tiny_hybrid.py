@@ -22,7 +22,7 @@ from benchmarks.tiny_hybrid.train import Stage, make_batch, save_model, train
 from decoded.tokenizer import Tokenizer
 
 TABLE, NAMED = task.Shape(48, 16, 0, 16, 32, num_names=0), task.Shape(96, 16, 4, 20, 32)
-SHORT = (Stage(2, 2, None, table=TABLE), Stage(1, 2, NAMED, table=TABLE), Stage(8, 2, NAMED))
+SHORT = (Stage(2, 2, (), table=TABLE), Stage(1, 2, (NAMED,), table=TABLE), Stage(8, 2, (NAMED,)))
 
 
 def replay(words: list[str]) -> dict[str, str]:
