@@ -3,13 +3,15 @@
     python -m benchmarks.tiny_hybrid.evaluate --url http://127.0.0.1:8000 [--route remote] [--json]
     python -m benchmarks.tiny_hybrid.evaluate --model DIR [--ablate]
 
-Recall is the share of values that are right, over all sixteen of each answer. `--ablate` spoils one kind of state at a
-chunk boundary just before the question and measures again: what falls shows which state the answers come from.
+Recall is the share of values that are right, over all sixteen of each answer; `answers` is a digest of every word that
+was said, equal when two runs said the same. `--ablate` spoils one kind of state at a chunk boundary just before the
+question and measures again: what falls shows which state the answers come from.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import random
 import sys
@@ -40,7 +42,8 @@ class Question:
 
 @dataclass
 class Score:
-    """Right values of all values, in total and by distance; whole answers that are right to the last word."""
+    """Right values of all values, in total and by distance; whole answers that are right to the last word;
+    `said` runs over all words of all answers."""
 
     right: int = 0
     total: int = 0
@@ -48,6 +51,7 @@ class Score:
     answers: int = 0
     by_distance: dict[int, list[int]] = field(default_factory=dict)
     routes: dict[str, int] = field(default_factory=dict)
+    said: Any = field(default_factory=hashlib.sha256, repr=False)
 
     @property
     def recall(self) -> float:
@@ -55,6 +59,7 @@ class Score:
 
     def add(self, question: Question, words: Sequence[str]) -> None:
         """Count one answer; words that are missing are wrong."""
+        self.said.update(" ".join([*question.prompt[-1:], *(w for w in words if w != task.END), "\n"]).encode())
         values = list(words[::2]) + [""] * task.NUM_NAMES
         for expected, got, distance in zip(question.answer[::2], values, question.distances, strict=False):
             bucket = self.by_distance.setdefault(next(b for b in (*BUCKETS, 1 << 30) if distance <= b), [0, 0])
@@ -69,7 +74,9 @@ class Score:
         """For JSON and for people."""
         near = {("more" if b >= 1 << 30 else f"<={b}"): hits / n for b, (hits, n) in sorted(self.by_distance.items())}
         facts = {"recall": self.recall, "values": self.total, "whole_answers": self.whole / max(1, self.answers)}
-        return {**facts, "by_distance": near} | ({"routes": self.routes} if self.routes else {})
+        return {**facts, "answers": self.said.hexdigest()[:12], "by_distance": near} | (
+            {"routes": self.routes} if self.routes else {}
+        )
 
 
 def questions(num_words: int, count: int, seed: int = EVALUATION_SEED) -> list[Question]:
@@ -164,7 +171,7 @@ def _show(length: int, spoilt: str, score: Score, is_quiet: bool) -> dict[str, A
         more = "".join(f"  {route} {n}" for route, n in score.routes.items())
         what = "" if spoilt == "nothing" else f"  spoilt: {spoilt}"
         sys.stdout.write(
-            f"{length:5d} words  recall {score.recall:.3f} of {score.total}  by distance: {near}{more}{what}\n"
+            f"{length:5d} words  recall {score.recall:.3f} of {score.total}  {near}  answers {result['answers']}{more}{what}\n"
         )
         sys.stdout.flush()
     return result

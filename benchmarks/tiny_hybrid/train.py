@@ -42,7 +42,7 @@ SETTLING_STAGES = 2  # at the end: the learning rate falls to nothing over them
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """At most `num_steps` batches of `num_texts` texts, their shapes in turn; over when each loss is below `until` (mean
+    """At most `num_steps` batches of `num_texts` texts, shapes in turn; over when each loss is below `until` (mean
     of 20 steps). With `table`, the parts are trained apart: key questions on such texts, and bound keys on texts
     of `shapes`, if there are any.
     """
