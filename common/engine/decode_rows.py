@@ -11,70 +11,72 @@ import ctypes
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from common.engine.kernel_attention import CALL, PLAN, Attend, attention, scratch_floats
-from common.engine.kernel_llvm import LANES
+from common.engine.kernel_blocks import BLOCK
 from common.engine.state import SlotState
 from common.layout import StateLayout, StateSpec
 
 Pieces = tuple[torch.Tensor, torch.Tensor]
 
-# A block's keys and values stay in a core's second-level cache while all heads attend to them.
-BLOCK_BYTES = 128 << 10
-MIN_BLOCK, MAX_BLOCK = 16, 512
 # Below so many multiplications, waking a second thread costs more than it saves.
 MIN_PARALLEL = 1 << 17
 _RECORD = struct.Struct(f"={len(CALL)}q")
 _FLOAT32 = torch.float32
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What stays the same from call to call of one layer. Shapes are those of query and pieces behind the batch."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shape:
+    """What layers of the same shape share. A new row comes in two pieces: key and value, or parts of a latent."""
 
-    record: ctypes.Array[ctypes.c_int64]
-    address: int
-    scale: float
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    pieces: tuple[int, int]
+    rank: int  # of latents, else 0
     window: int
-    query: tuple[int, ...]
-    first: tuple[int, ...]
-    second: tuple[int, ...]
-    out: tuple[int, ...]
-    block: int
-    work: int  # multiplications per token
-    no_sinks: torch.Tensor
 
     @classmethod
-    def make(cls, number: int, spec: StateSpec, rank: int, heads: int, scale: float) -> _Plan | None:
-        """None when so many query heads cannot share the layer's key heads. `rank`: of latents, else 0."""
+    def of(cls, spec: StateSpec, rank: int, heads: int) -> _Shape | None:
+        """None when so many query heads cannot share the layer's key heads."""
         kv_heads, key_dim = spec.tensors[0].shape
-        value_dim = rank or spec.tensors[1].shape[1]
-        pieces = (rank, key_dim - rank) if rank else (key_dim, value_dim)
-        if heads % kv_heads or (not rank and spec.tensors[1].shape[0] != kv_heads):
+        value_heads, value_dim = (kv_heads, rank) if rank else spec.tensors[1].shape
+        if value_heads != kv_heads or heads % kv_heads:
             return None
-        # What a token takes in the cache, which decides the order of sums and so must follow from the shape alone.
-        token_bytes = 4 * kv_heads * (key_dim if rank else key_dim + value_dim)
-        block = max(MIN_BLOCK, min(MAX_BLOCK, BLOCK_BYTES // token_bytes)) // LANES * LANES
+        pieces = (rank, key_dim - rank) if rank else (key_dim, value_dim)
+        return cls(heads, kv_heads, key_dim, value_dim, pieces, rank, spec.window)
+
+    def record(self, number: int, scale: float) -> ctypes.Array[ctypes.c_int64]:
+        """The kernel's plan of state `number`."""
         [scale_bits] = struct.unpack("<I", struct.pack("<f", scale))
-        strides = (kv_heads * key_dim, kv_heads * (key_dim if rank else value_dim))
-        sizes = (number, kv_heads, heads // kv_heads, key_dim, value_dim, *strides, spec.window, block, scale_bits)
-        record = (ctypes.c_int64 * len(PLAN))(*sizes, *pieces, rank)
-        return cls(
-            record=record,
-            address=ctypes.addressof(record),
-            scale=scale,
-            window=spec.window,
-            query=(heads, 1, key_dim),
-            first=(kv_heads, 1, pieces[0]),
-            second=(kv_heads, 1, pieces[1]),
-            out=(1, heads, value_dim),
-            block=block,
-            work=heads * (key_dim + value_dim),
-            no_sinks=torch.full((heads,), -torch.inf),
-        )
+        strides = (self.kv_heads * self.key_dim, self.kv_heads * (self.key_dim if self.rank else self.value_dim))
+        sizes = (self.kv_heads, self.heads // self.kv_heads, self.key_dim, self.value_dim, *strides)
+        return (ctypes.c_int64 * len(PLAN))(number, *sizes, self.window, scale_bits, *self.pieces, self.rank)
+
+
+class _Plan:
+    """One layer, as it attended last."""
+
+    def __init__(self, number: int, shape: _Shape, scale: float) -> None:
+        self.shape, self.scale = shape, scale
+        self._record = shape.record(number, scale)
+        self.address = ctypes.addressof(self._record)
+        self.no_sinks = torch.full((shape.heads,), -torch.inf)
+
+
+class _Call(NamedTuple):
+    """What calls of one forward for layers of one shape have in common."""
+
+    shapes: tuple[tuple[int, ...], ...]  # query, pieces
+    out: tuple[int, ...]
+    num_blocks: int
+    scratch: int  # floats
+    threads: int
 
 
 class DecodeAttention:
@@ -88,6 +90,7 @@ class DecodeAttention:
         self._partial = torch.empty(0)
         self._layout, self._ranks = layout, ranks
         self._plans: dict[int, _Plan] = {}
+        self._shapes: dict[tuple[tuple[int, ...], ...], _Shape | None] = {}
 
     @classmethod
     def make(cls, layout: StateLayout, ranks: Mapping[int, int]) -> DecodeAttention | None:
@@ -108,19 +111,24 @@ class DecodeAttention:
         return DecodeRows(self, slots, starts)
 
     def plan(self, number: int, heads: int, scale: float) -> _Plan | None:
-        """The plan of a layer."""
+        """The plan of a layer; None when the kernels cannot serve its shape."""
         found = self._plans.get(number)
-        if found is None or found.scale != scale or found.query[0] != heads:
-            made = _Plan.make(number, self._layout.states[number], self._ranks.get(number, 0), heads, scale)
-            if made is None:
-                return None
-            found = self._plans[number] = made
-        return found
+        if found is not None and found.scale == scale and found.shape.heads == heads:
+            return found
+        spec, rank = self._layout.states[number], self._ranks.get(number, 0)
+        key = ((heads, rank, spec.window), *(t.shape for t in spec.tensors))
+        if key not in self._shapes:
+            self._shapes[key] = _Shape.of(spec, rank, heads)
+        shape = self._shapes[key]
+        if shape is None:
+            return None
+        self._plans[number] = made = _Plan(number, shape, scale)
+        return made
 
     def partial(self, num_floats: int) -> int:
         """Address of scratch memory."""
         if self._partial.numel() < num_floats:
-            self._partial = torch.empty(num_floats)
+            self._partial = torch.empty(num_floats, dtype=_FLOAT32)
         return self._partial.data_ptr()
 
 
@@ -133,9 +141,8 @@ class DecodeRows:
         self._located = [slot.locate(start) for slot, start in zip(slots, starts, strict=True)]
         self._table = np.concatenate([located.addresses for located in self._located])
         self._starts = np.array(starts, dtype=np.int64)
-        self._addresses = (self._table.ctypes.data, self._table.size // len(starts), self._starts.ctypes.data)
-        self._num_threads = torch.get_num_threads()
-        self._tokens: dict[int, tuple[int, int]] = {}
+        self._places = (self._table.ctypes.data, self._table.size // len(starts), self._starts.ctypes.data, len(starts))
+        self._calls: dict[_Shape, _Call] = {}
         self._new: dict[int, Pieces] = {}
 
     def add(self, number: int, first: torch.Tensor, second: torch.Tensor) -> None:
@@ -163,46 +170,37 @@ class DecodeRows:
         plan = self._owner.plan(number, query.shape[1], query.shape[3] ** -0.5 if scale is None else scale)
         if new is None or plan is None:
             return None
-        first, second = new
-        sinks = plan.no_sinks if sinks is None else sinks
-        if (
-            not (query.dtype is first.dtype is second.dtype is sinks.dtype is _FLOAT32)
-            or sinks.numel() != plan.query[0]
-        ):
+        shapes, out_shape, num_blocks, scratch, threads = self._calls.get(plan.shape) or self._call(plan.shape)
+        if sinks is None:
+            sinks = plan.no_sinks
+        elif sinks.dtype is not _FLOAT32 or sinks.numel() != plan.shape.heads or not sinks.is_contiguous():
             return None
-        num = len(self._starts)
-        if (
-            query.shape != (num, *plan.query)
-            or first.shape != (num, *plan.first)
-            or second.shape != (num, *plan.second)
-        ):
-            return None
+        places: list[int] = []
+        for tensor, shape in zip((query, *new), shapes, strict=True):
+            if tensor.dtype is not _FLOAT32 or tensor.shape != shape:
+                return None
+            row, head, _, step = tensor.stride()
+            if step != 1:
+                return None
+            places += (tensor.data_ptr(), row, head)
+        out = torch.empty(out_shape, dtype=_FLOAT32)
+        ends = (sinks.data_ptr(), out.data_ptr(), self._owner.partial(scratch))
+        _RECORD.pack_into(self._owner.record, 0, 0, plan.address, *self._places, num_blocks, *places, *ends)
+        self._owner.attend(self._owner.record_at, threads)
         del self._new[number]
-        query, first, second, sinks = (
-            t if t.stride(-1) == 1 else t.contiguous() for t in (query, first, second, sinks)
-        )
-        out = torch.empty((num, *plan.out))
-        longest, total = self._counts(plan.window)
-        num_blocks = -(-longest // plan.block)
-        places = []
-        for tensor in (query, first, second):
-            row, head, _, _ = tensor.stride()
-            places += [tensor.data_ptr(), row, head]
-        partial = self._owner.partial(scratch_floats(num, num_blocks, plan.out[1], plan.out[2]))
-        table, table_row, starts = self._addresses
-        ends = (sinks.data_ptr(), out.data_ptr(), partial)
-        table, table_row, starts = self._addresses
-        values = (0, plan.address, table, table_row, starts, num, num_blocks, *places, *ends)
-        _RECORD.pack_into(self._owner.record, 0, *values)
-        self._owner.attend(self._owner.record_at, self._num_threads if total * plan.work >= MIN_PARALLEL else 1)
         return out
 
-    def _counts(self, window: int) -> tuple[int, int]:
-        """Tokens that the longest row, and all rows, attend to in a layer with this window (0: none)."""
-        found = self._tokens.get(window)
-        if found is None:
-            counts = self._starts + 1
-            if window:
-                counts = np.minimum(counts, window)
-            found = self._tokens[window] = (int(counts.max()), int(counts.sum()))
-        return found
+    def _call(self, shape: _Shape) -> _Call:
+        counts = self._starts + 1
+        if shape.window:
+            counts = np.minimum(counts, shape.window)
+        num, num_blocks = len(counts), -(-int(counts.max()) // BLOCK)
+        work = int(counts.sum()) * shape.heads * (shape.key_dim + shape.value_dim)
+        made = self._calls[shape] = _Call(
+            ((num, shape.heads, 1, shape.key_dim), *((num, shape.kv_heads, 1, dim) for dim in shape.pieces)),
+            (num, 1, shape.heads, shape.value_dim),
+            num_blocks,
+            scratch_floats(num, num_blocks, shape.heads, shape.value_dim),
+            torch.get_num_threads() if work >= MIN_PARALLEL else 1,
+        )
+        return made

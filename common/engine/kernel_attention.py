@@ -13,13 +13,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from common.engine.kernel_blocks import GROUP, exp, finite, fma, functions, lanes_below, load, store
+from common.engine.kernel_blocks import BLOCK, GROUP, exp, finite, fma, functions, lanes_below, load, store
 from common.engine.kernel_llvm import LANES, VECTOR, Code, Once, compile_module, entry_code, splat
 
 # Slots (int64) of a layer's plan. Strides count floats, `scale` is the bits of a float. A row's second piece is written
 # `second_at` floats behind its values' address: there, latent rows are both keys and values, and have their rest.
 PLAN = (
-    "number", "kv_heads", "group", "key_dim", "value_dim", "key_stride", "value_stride", "window", "block", "scale",
+    "number", "kv_heads", "group", "key_dim", "value_dim", "key_stride", "value_stride", "window", "scale",
     "first_width", "second_width", "second_at",
 )  # fmt: skip
 # Slots of a call. `next` is a counter of blocks taken. `table` [num_rows, table_row] has, at 2 * number, the addresses
@@ -71,7 +71,7 @@ def _block() -> str:
     plan = code.slots("%plan", PLAN)
     padded = code.number("and", code.number("add", plan["key_dim"], LANES - 1), -LANES)
     code.do(f"%queries = alloca float, i64 {code.number('mul', padded, GROUP)}, align 32")
-    code.do(f"%scores = alloca float, i64 {code.number('mul', plan['block'], GROUP)}, align 32")
+    code.do(f"%scores = alloca float, i64 {GROUP * BLOCK}, align 32")
     bits = code.value(f"trunc i64 {plan['scale']} to i32")
     scale = code.value(f"bitcast i32 {bits} to float")
     heads, _ = _row_size(code, plan)
@@ -101,14 +101,14 @@ def _block() -> str:
             code.do(f"{name}.{n}:")
             code.do(
                 f"call void @scores_{n}(ptr {keys}, i64 {plan['key_stride']}, i64 %num, ptr %queries, i64 {padded}, "
-                f"i64 {plan['key_dim']}, ptr %scores, i64 {plan['block']})"
+                f"i64 {plan['key_dim']}, ptr %scores)"
             )
             for i in range(n):
-                scores = code.at("%scores", code.number("mul", plan["block"], i), "float")
+                scores = code.at("%scores", i * BLOCK, "float")
                 code.do(f"call void @softmax(ptr {scores}, i64 %num, ptr {code.at(ends, 2 * i, 'float')})")
             code.do(
                 f"call void @values_{n}(ptr {values}, i64 {plan['value_stride']}, i64 %num, ptr %scores, "
-                f"i64 {plan['block']}, i64 {plan['value_dim']}, ptr {out})"
+                f"i64 {plan['value_dim']}, ptr {out})"
             )
             code.do(f"br label %{name}.end")
         code.do(f"{name}.end:")
@@ -229,9 +229,9 @@ def _worker() -> str:
     early = code.value(f"call i64 @llvm.smax.i64(i64 {code.number('sub', stop, plan['window'])}, i64 0)")
     first = code.value(f"select i1 {has_window}, i64 {early}, i64 0")
     left = code.number("sub", stop, first)
-    own = code.number("mul", block, plan["block"])
+    own = code.number("mul", block, BLOCK)
     code.do(f"%some = icmp slt i64 {own}, {left}", "br i1 %some, label %work, label %take", "work:")
-    tokens = code.value(f"call i64 @llvm.smin.i64(i64 {plan['block']}, i64 {code.number('sub', left, own)})")
+    tokens = code.value(f"call i64 @llvm.smin.i64(i64 {BLOCK}, i64 {code.number('sub', left, own)})")
     token = code.number("add", first, own)
     keys = code.at(keys, code.number("mul", token, plan["key_stride"]), "float")
     values = code.at(values, code.number("mul", token, plan["value_stride"]), "float")
@@ -244,8 +244,7 @@ def _worker() -> str:
     )
     # Whoever finishes a row's last block sees what the others wrote.
     done = code.value(f"atomicrmw add ptr {code.at(counters, row, 'i64')}, i64 1 acq_rel")
-    rounded = code.number("sub", code.number("add", left, plan["block"]), 1)
-    all_blocks = code.number("udiv", rounded, plan["block"])
+    all_blocks = code.number("udiv", code.number("add", left, BLOCK - 1), BLOCK)
     code.do(f"%last = icmp eq i64 {code.number('add', done, 1)}, {all_blocks}")
     code.do("br i1 %last, label %merge, label %take", "merge:")
     width = code.number("mul", heads, plan["value_dim"])

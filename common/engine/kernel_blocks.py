@@ -11,7 +11,9 @@ import struct
 from common.engine.kernel_llvm import LANES, VECTOR, Code, add, shuffle, splat, tree
 
 GROUP = 3  # query heads that share one pass over keys or values
+BLOCK = 64  # tokens of a block: its keys and values stay in a core's second-level cache while all heads attend to them
 TOKENS = 4  # keys that one step scores; GROUP * TOKENS accumulators fill the registers
+AHEAD = 8  # how many keys ahead memory is asked for; the values of a block then come fast enough by themselves
 COLUMNS = {1: 8, 2: 4, 3: 4}  # vectors of a value's columns that one pass sums, by number of heads
 
 # Of e^r on |r| <= ln(2)/2: 1 + r + r^2 (...), relative error 3e-9; ln(2) in two parts.
@@ -22,6 +24,7 @@ _ROUND = 12582912.0  # 1.5 * 2^23: adding it leaves a rounded number in the low 
 
 _MASK = f"<{LANES} x i1>"
 DECLARATIONS = (
+    "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)",
     f"declare {VECTOR} @llvm.fma.v8f32({VECTOR}, {VECTOR}, {VECTOR})",
     f"declare {VECTOR} @llvm.masked.load.v8f32.p0(ptr, i32, {_MASK}, {VECTOR})",
     f"declare void @llvm.masked.store.v8f32.p0({VECTOR}, ptr, i32, {_MASK})",
@@ -57,11 +60,12 @@ def store(code: Code, vector: str, base: str, index: str, mask: str = "") -> Non
 
 
 def lanes_below(code: Code, num: str) -> str:
-    """The first `num` lanes, an i64 of any size."""
-    first = code.value(f"insertelement <8 x i64> poison, i64 {num}, i32 0")
-    every = code.value(f"shufflevector <8 x i64> {first}, <8 x i64> poison, <8 x i32> zeroinitializer")
-    lanes = ", ".join(f"i64 {i}" for i in range(LANES))
-    return code.value(f"icmp slt <8 x i64> <{lanes}>, {every}")
+    """A mask of the first `num` lanes, an i64 of any size that fits 32 bits."""
+    small = code.value(f"trunc i64 {num} to i32")
+    first = code.value(f"insertelement <8 x i32> poison, i32 {small}, i32 0")
+    every = code.value(f"shufflevector <8 x i32> {first}, <8 x i32> poison, <8 x i32> zeroinitializer")
+    lanes = ", ".join(f"i32 {i}" for i in range(LANES))
+    return code.value(f"icmp slt <8 x i32> <{lanes}>, {every}")
 
 
 def fma(code: Code, a: str, b: str, c: str) -> str:
@@ -132,13 +136,20 @@ def _scores(heads: int) -> str:
     def score(token: str, tokens: int) -> None:
         keys = [code.at("%keys", code.number("mul", "%stride", token), "float")]
         keys += [code.at(keys[0], code.number("mul", "%stride", i), "float") for i in range(1, tokens)]
+        ahead = [code.at(key, code.number("mul", "%stride", AHEAD), "float") for key in keys[: tokens // 2]]
 
         def step(column: str, sums: list[str], mask: str = "") -> list[str]:
-            k = [load(code, key, column, mask) for key in keys]
-            fresh = []
-            for h, query in enumerate(queries):
-                q = load(code, query, column)
-                fresh += [fma(code, q, k[i], sums[h * tokens + i]) for i in range(tokens)]
+            if ahead and not mask:
+                # Two vectors share a line of the cache: even ones ask for the first two keys, odd ones for the others.
+                odd = code.number("lshr", code.number("mul", code.number("and", column, LANES), "%stride"), 2)
+                for key in ahead:
+                    line = code.at(key, code.number("add", column, odd), "float")
+                    code.do(f"call void @llvm.prefetch.p0(ptr {line}, i32 0, i32 3, i32 1)")
+            fresh, q = list(sums), [load(code, query, column) for query in queries]
+            for i, key in enumerate(keys):
+                k = load(code, key, column, mask)
+                for h in range(heads):
+                    fresh[h * tokens + i] = fma(code, q[h], k, sums[h * tokens + i])
             return fresh
 
         zeros = [(VECTOR, "zeroinitializer")] * (heads * tokens)
@@ -147,7 +158,7 @@ def _scores(heads: int) -> str:
             "%dim", lambda c, s: step(c, s, mask), start=column, step=LANES, carried=[(VECTOR, s) for s in sums]
         )
         for h in range(heads):
-            place = code.at(code.at("%out", code.number("mul", "%block", h), "float"), token, "float")
+            place = code.at(code.at("%out", h * BLOCK, "float"), token, "float")
             own = sums[h * tokens : (h + 1) * tokens]
             if tokens == 1:
                 code.do(f"store float {tree(code, own[0], add)}, ptr {place}, align 4")
@@ -157,7 +168,7 @@ def _scores(heads: int) -> str:
     token = code.each(code.number("sub", "%num", TOKENS - 1), lambda token: score(token, TOKENS), step=TOKENS)
     code.each("%num", lambda token: score(token, 1), start=token)
     code.do("ret void")
-    args = "ptr %keys, i64 %stride, i64 %num, ptr noalias %query, i64 %padded, i64 %dim, ptr noalias %out, i64 %block"
+    args = "ptr %keys, i64 %stride, i64 %num, ptr noalias %query, i64 %padded, i64 %dim, ptr noalias %out"
     return code.function(f"internal void @scores_{heads}({args}) noinline nounwind")
 
 
@@ -191,7 +202,7 @@ def _values(heads: int) -> str:
     """out[head, column] = sum over tokens of weights[head, token] * values[token, column], token after token."""
     code = Code()
     code.do("entry:")
-    weights = [code.at("%weights", code.number("mul", "%block", h), "float") for h in range(heads)]
+    weights = [code.at("%weights", h * BLOCK, "float") for h in range(heads)]
     outs = [code.at("%out", code.number("mul", "%dim", h), "float") for h in range(heads)]
 
     def columns(column: str, vectors: int, mask: str = "") -> None:
@@ -217,7 +228,7 @@ def _values(heads: int) -> str:
         "%dim", lambda c: columns(c, 1, lanes_below(code, code.number("sub", "%dim", c))), start=column, step=LANES
     )
     code.do("ret void")
-    args = "ptr %values, i64 %stride, i64 %num, ptr noalias %weights, i64 %block, i64 %dim, ptr noalias %out"
+    args = "ptr %values, i64 %stride, i64 %num, ptr noalias %weights, i64 %dim, ptr noalias %out"
     return code.function(f"internal void @values_{heads}({args}) noinline nounwind")
 
 
