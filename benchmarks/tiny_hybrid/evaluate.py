@@ -42,8 +42,9 @@ class Question:
 
 @dataclass
 class Score:
-    """Right values of all values, in total and by distance; whole answers that are right to the last word;
-    `said` runs over all words of all answers."""
+    """Right values of all values, in total and by distance; whole answers that are right to the last word; a digest of
+    all words of all answers.
+    """
 
     right: int = 0
     total: int = 0
@@ -73,10 +74,14 @@ class Score:
     def as_dict(self) -> dict[str, Any]:
         """For JSON and for people."""
         near = {("more" if b >= 1 << 30 else f"<={b}"): hits / n for b, (hits, n) in sorted(self.by_distance.items())}
-        facts = {"recall": self.recall, "values": self.total, "whole_answers": self.whole / max(1, self.answers)}
-        return {**facts, "answers": self.said.hexdigest()[:12], "by_distance": near} | (
-            {"routes": self.routes} if self.routes else {}
-        )
+        return {
+            "recall": self.recall,
+            "values": self.total,
+            "whole_answers": self.whole / max(1, self.answers),
+            "answers": self.said.hexdigest()[:12],
+            "by_distance": near,
+            "routes": self.routes,
+        }
 
 
 def questions(num_words: int, count: int, seed: int = EVALUATION_SEED) -> list[Question]:
@@ -170,9 +175,8 @@ def _show(length: int, spoilt: str, score: Score, is_quiet: bool) -> dict[str, A
         near = "  ".join(f"{name} {value:.3f}" for name, value in result["by_distance"].items())
         more = "".join(f"  {route} {n}" for route, n in score.routes.items())
         what = "" if spoilt == "nothing" else f"  spoilt: {spoilt}"
-        sys.stdout.write(
-            f"{length:5d} words  recall {score.recall:.3f} of {score.total}  {near}  answers {result['answers']}{more}{what}\n"
-        )
+        facts = f"recall {score.recall:.3f} of {score.total}  {near}  answers {result['answers']}"
+        sys.stdout.write(f"{length:5d} words  {facts}{more}{what}\n")
         sys.stdout.flush()
     return result
 
