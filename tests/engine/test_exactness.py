@@ -49,7 +49,8 @@ async def check(lab, tools, model_dir, text, lengths, num_tokens):
     requests = [tools.request(prompt_of(text, n), max_tokens=num_tokens) for n in lengths]
     expected = [await asyncio.to_thread(generate, model, r.prompt_tokens, num_tokens) for r in requests]
 
-    for request, tokens in zip(requests, expected, strict=True):
+    # Alone: a sample, since every prompt runs in the batch below too.
+    for request, tokens in list(zip(requests, expected, strict=True))[:: max(1, len(requests) // 8)]:
         assert tools.ids(await tools.local(decoder, request)) == tokens, request.num_prompt_tokens
         assert tools.ids(await tools.remote(decoder, source, request)) == tokens, request.num_prompt_tokens
     ways = [tools.remote(decoder, source, r) if i % 2 else tools.local(decoder, r) for i, r in enumerate(requests)]
