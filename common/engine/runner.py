@@ -18,6 +18,7 @@ import torch
 from common.engine.attention import ATTENTION_NAME
 from common.engine.decode_rows import DecodeAttention
 from common.engine.fixed import FixedBatch, FixedLayout, FixedRows
+from common.engine.kernel_norm import accelerate_norms
 from common.engine.kernels import accelerate
 from common.engine.latent import LatentWeights
 from common.engine.loader import LoadedModel, load_model
@@ -92,7 +93,8 @@ def _accelerate(model: Any, weights: str) -> None:
     else:
         formats = " ".join(f"{name}={num}" for name, num in sorted(report.formats.items()))
         before, after = report.bytes_before >> 20, report.bytes_after >> 20
-        log.info("matrices are packed %s before_mib=%d after_mib=%d", formats, before, after)
+        num_norms = accelerate_norms(model)
+        log.info("matrices are packed %s before_mib=%d after_mib=%d norms=%d", formats, before, after, num_norms)
 
 
 class Runner:

@@ -98,23 +98,24 @@ def _choose(work: torch.Tensor, rows: Rows) -> list[int]:
 
 
 def _draw(work: torch.Tensor, rows: Rows) -> list[int]:
-    """One token per row by inverting the cumulative distribution, in order of token ids, at one uniform number."""
+    """A race of exponential clocks: token i wins with probability p_i; small errors in p rarely change who wins.
+
+    Inverting the cumulative distribution would need one random number instead of one per token, but there errors add up
+    over the vocabulary and soon exceed the width of a rare token: two routes would draw different ones.
+    """
     work = work / _column([p.temperature for _, p in rows], work)
     work = _filter(work, [p for _, p in rows])
-    # Sums in float64: over a large vocabulary they would otherwise lose the rare tokens.
-    cumulative = torch.softmax(work, dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:].contiguous()
-    uniform = torch.tensor([[_uniform(r.seed, r.choice, r.num_output_tokens)] for r, _ in rows], dtype=torch.float64)
-    drawn = torch.searchsorted(cumulative, uniform.to(work.device) * total, right=True)
-    # A uniform number next to 1 may round up to the total.
-    last = torch.searchsorted(cumulative, total)
-    return [int(t) for t in torch.minimum(drawn, last)[:, 0].tolist()]
+    clocks = torch.stack([_log_clocks(row.seed, row.choice, row.num_output_tokens, work.shape[1]) for row, _ in rows])
+    scores = torch.log_softmax(work, dim=-1) - clocks.to(work.device)
+    return [int(t) for t in torch.argmax(scores, dim=-1).tolist()]
 
 
-def _uniform(seed: int, choice: int, index: int) -> float:
-    """A number in (0, 1) from (seed, choice, index) alone, alike on every machine."""
-    word = int(np.random.Philox(np.random.SeedSequence((seed % 2**64, choice, index))).random_raw())
-    return ((word >> 11) + 0.5) * 2.0**-53
+def _log_clocks(seed: int, choice: int, index: int, size: int) -> torch.Tensor:
+    """log of exponential variates, one per token id, from (seed, choice, index) alone and alike on every machine."""
+    words = np.random.Philox(np.random.SeedSequence((seed % 2**64, choice, index))).random_raw(size)
+    # Early clocks win, so those must be exact: -log(1 - v) of a small v, which float32 holds to 24 bits however small.
+    small = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return torch.log(-torch.log1p(-torch.from_numpy(small.astype(np.float32))))
 
 
 # Of a row's logits this many are sorted first; few distributions need more.

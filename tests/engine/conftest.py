@@ -16,6 +16,7 @@ import transformers
 
 from common.backend import ChunkDone, PrefillTask
 from common.engine.fetch import model_dir as served_model_dir
+from common.engine.kernel_norm import accelerate_norms
 from common.engine.kernels import accelerate
 from common.engine.loader import LoadedModel
 from common.engine.manifest import Manifest
@@ -78,6 +79,7 @@ def tiny_backend(
         torch.set_num_threads(1)
         own = copy.deepcopy(model).to(getattr(torch, dtype))
         accelerate(own)
+        accelerate_norms(own)
         return Runner(loaded(own), RunnerOptions(dtype=dtype, kv_dtype=kv_dtype, room=chunk_tokens, parks=parks))
 
     return LocalBackend(build, WorkerOptions(**({"chunk_tokens": chunk_tokens} | options)))

@@ -16,7 +16,7 @@ from common.sched.sequence import Sequence
 
 EOS = (2,)
 VOCAB = 50
-PINNED = [4, 15, 37, 16, 20, 12, 41, 23]
+PINNED = [36, 43, 39, 40, 49, 8, 35, 4]
 
 
 def row(prompt=(5, 6, 7), output=(), *, seed=0, choice=0, **params) -> Sequence:
