@@ -15,7 +15,8 @@ from tests.e2e.test_exact import check_routes, prompts_of, reference, texts
 from tests.engine.families import FAMILIES
 
 # KDA + MLA; Mamba 2 and attention in one layer; windows, sinks and experts; recurrent state only.
-SERVED = ["KimiLinear", "MiMoV2Flash", *(pytest.param(f, marks=pytest.mark.slow) for f in ("FalconH1", "Mamba2"))]
+SLOW = ("MiMoV2Flash", "FalconH1", "Mamba2")
+SERVED = ["KimiLinear", *(pytest.param(f, marks=pytest.mark.slow) for f in SLOW)]
 LENGTHS = [1, 2, 64, 65, 257, 258, 700]
 
 
