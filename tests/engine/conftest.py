@@ -25,31 +25,16 @@ from common.fake import FakeExecutor, FakeOptions
 from common.local_backend import LocalBackend
 from common.request import PromptLogprobs, Request, SamplingParams, TokenOutput
 from common.worker import Factory, WorkerOptions
+from tests.engine.families import BASE, WINDOW
 
 torch.set_num_threads(1)
-SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    # Large weights and untied embeddings: every token of the prompt then matters to the outcome.
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
-    "eos_token_id": 2,
-    "bos_token_id": 1,
-    "pad_token_id": 0,
-}
-WINDOW = 16
 
 
 def tiny_model(family: str, layers: int = 4, **extra: Any) -> Any:
     """A random causal language model with float32 weights; the same one every time."""
     torch.manual_seed(0)
     config_class = getattr(transformers, f"{family}Config")
-    config = config_class(**(SIZES | {"num_hidden_layers": layers} | extra))
+    config = config_class(**(BASE | {"num_hidden_layers": layers} | extra))
     model_class = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")
     return model_class(config).eval().requires_grad_(False)
 
