@@ -18,13 +18,12 @@ import torch
 
 from common.engine.kernel_attention import CALL, PLAN, Attend, attention, scratch_floats
 from common.engine.kernel_blocks import BLOCK
+from common.engine.kernel_llvm import MIN_PARALLEL
 from common.engine.state import SlotState
 from common.layout import StateLayout, StateSpec
 
 Pieces = tuple[torch.Tensor, torch.Tensor]
 
-# Below so many multiplications, waking a second thread costs more than it saves.
-MIN_PARALLEL = 1 << 17
 _RECORD = struct.Struct(f"={len(CALL)}q")
 _FLOAT32 = torch.float32
 

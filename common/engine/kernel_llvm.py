@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 LANES = 8
 VECTOR = f"<{LANES} x float>"
+# Below so many multiplications, waking a second thread costs more than it saves.
+MIN_PARALLEL = 1 << 17
 T = TypeVar("T")
 
 

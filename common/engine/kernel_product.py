@@ -14,12 +14,11 @@ import torch
 from torch.nn import functional
 
 from common.engine.kernel_code import PLAN, ROWS, SEGMENT, STEPS, UNPACK_FROM, Kernels
+from common.engine.kernel_llvm import MIN_PARALLEL
 from common.engine.kernel_weights import PackedWeight
 
 SCRATCH_BYTES = 128 << 10  # one block unpacked to float32: stays in a core's second-level cache
 MAX_BLOCK_ROWS = 48
-# Below so many multiplications, waking a second thread costs more than it saves.
-MIN_PARALLEL = 1 << 17
 
 
 class Product:
