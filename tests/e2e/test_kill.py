@@ -78,11 +78,15 @@ async def wait_baseline(cluster: Cluster) -> None:
     pytest.fail(f"state bytes still held: {held}")
 
 
-async def test_prefilld_killed(busy_cluster, jobs):
+LONG = pytest.param(NUM_REQUESTS, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("num_requests", [80, LONG])
+async def test_prefilld_killed(busy_cluster, jobs, num_requests):
     pid = busy_cluster.decoded.pid
-    result, num_kills = await load_with_kills(busy_cluster, busy_cluster.prefillds[0], jobs, seed=1)
+    result, num_kills = await load_with_kills(busy_cluster, busy_cluster.prefillds[0], jobs[:num_requests], seed=1)
     assert num_kills >= 3
-    assert len(result.outcomes) == NUM_REQUESTS
+    assert len(result.outcomes) == num_requests
     assert set(result.kinds) <= {"ok", "error"}, result.details("wrong") + result.details("broken")
     assert result.routes["remote"] > 0
     assert busy_cluster.decoded.pid == pid
@@ -104,7 +108,8 @@ async def test_offload_resumes_within_two_heartbeats(busy_cluster, jobs):
     assert answer["prfaas"]["route"] == "remote"
 
 
-async def test_decoded_killed(busy_cluster, jobs):
+@pytest.mark.parametrize("num_requests", [40, LONG])
+async def test_decoded_killed(busy_cluster, jobs, num_requests):
     decoded = busy_cluster.decoded
 
     async def up() -> None:
@@ -117,9 +122,9 @@ async def test_decoded_killed(busy_cluster, jobs):
                             return
                 await asyncio.sleep(0.1)
 
-    result, num_kills = await load_with_kills(busy_cluster, decoded, jobs[:100], seed=2, gate=up)
+    result, num_kills = await load_with_kills(busy_cluster, decoded, jobs[:num_requests], seed=2, gate=up)
     assert num_kills >= 1
-    assert len(result.outcomes) == 100
+    assert len(result.outcomes) == num_requests
     assert set(result.kinds) <= {"ok", "error", "broken"}, result.details("wrong")
     assert result.kinds["broken"] <= CONCURRENCY * num_kills
     await wait_baseline(busy_cluster)

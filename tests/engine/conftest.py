@@ -27,7 +27,11 @@ from common.request import PromptLogprobs, Request, SamplingParams, TokenOutput
 from common.worker import Factory, WorkerOptions
 from tests.engine.families import BASE, WINDOW
 
-torch.set_num_threads(1)
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Whatever an earlier test left behind."""
+    torch.set_num_threads(1)
 
 
 def tiny_model(family: str, layers: int = 4, **extra: Any) -> Any:
