@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ from common.engine.kernel_attention import CALL, PLAN, Attend, attention, scratc
 from common.engine.kernel_blocks import BLOCK
 from common.engine.kernel_llvm import MIN_PARALLEL
 from common.engine.state import SlotState
+from common.engine.tape import recording, refuse
+from common.errors import EngineError
 from common.layout import StateLayout, StateSpec
 
 Pieces = tuple[torch.Tensor, torch.Tensor]
@@ -86,6 +89,7 @@ class DecodeAttention:
         self.attend = attend
         self.record = (ctypes.c_int64 * len(CALL))()
         self.record_at = ctypes.addressof(self.record)
+        self.current: DecodeRows | None = None  # of the forward that is being repeated
         self._partial = torch.empty(0)
         self._layout, self._ranks = layout, ranks
         self._plans: dict[int, _Plan] = {}
@@ -131,6 +135,30 @@ class DecodeAttention:
         return self._partial.data_ptr()
 
 
+@dataclass(frozen=True, slots=True)
+class _Bind:
+    """Makes one layer's call for good, for whatever rows are the owner's current ones (common/engine/tape.py)."""
+
+    owner: DecodeAttention
+    plan: _Plan
+
+    def __call__(self, *tensors: torch.Tensor) -> Callable[[], object]:
+        """Tensors: query, two pieces, sinks, output."""
+        owner, plan = self.owner, self.plan
+        places: list[int] = []
+        for tensor in tensors[:3]:
+            row, head, _, _ = tensor.stride()
+            places += (tensor.data_ptr(), row, head)
+        ends = (*places, *(tensor.data_ptr() for tensor in tensors[3:]))
+
+        def call() -> None:
+            if owner.current is None:
+                raise EngineError("a forward is repeated without its rows")
+            owner.current.run(plan, ends)
+
+        return call
+
+
 class DecodeRows:
     """The rows of one forward. New keys and values are noted by `add`, and in the slots once `attend` has run."""
 
@@ -150,6 +178,7 @@ class DecodeRows:
 
     def take(self, number: int) -> Pieces | None:
         """The noted rows of a state that are not in the slots; whoever takes them writes them."""
+        refuse(f"torch attends for state {number}")
         return self._new.pop(number, None)
 
     def take_all(self) -> dict[int, Pieces]:
@@ -169,7 +198,7 @@ class DecodeRows:
         plan = self._owner.plan(number, query.shape[1], query.shape[3] ** -0.5 if scale is None else scale)
         if new is None or plan is None:
             return None
-        shapes, out_shape, num_blocks, scratch, threads = self._calls.get(plan.shape) or self._call(plan.shape)
+        shapes, out_shape, *_ = self.call(plan.shape)
         if sinks is None:
             sinks = plan.no_sinks
         elif sinks.dtype is not _FLOAT32 or sinks.numel() != plan.shape.heads or not sinks.is_contiguous():
@@ -182,12 +211,36 @@ class DecodeRows:
             if step != 1:
                 return None
             places += (tensor.data_ptr(), row, head)
-        out = torch.empty(out_shape, dtype=_FLOAT32)
-        ends = (sinks.data_ptr(), out.data_ptr(), self._owner.partial(scratch))
-        _RECORD.pack_into(self._owner.record, 0, 0, plan.address, *self._places, num_blocks, *places, *ends)
-        self._owner.attend(self._owner.record_at, threads)
         del self._new[number]
+        tape = recording()
+        if tape is None:
+            out = torch.empty(out_shape, dtype=_FLOAT32)
+            self.run(plan, (*places, sinks.data_ptr(), out.data_ptr()))
+            return out
+        with tape.native(_Bind(self._owner, plan), (query, *new, sinks)) as outs:
+            outs.append(out := torch.empty(out_shape, dtype=_FLOAT32))
+            self.run(plan, (*places, sinks.data_ptr(), out.data_ptr()))
         return out
+
+    @contextmanager
+    def as_current(self) -> Iterator[None]:
+        """The calls of a repeated forward are about these rows."""
+        self._owner.current = self
+        try:
+            yield
+        finally:
+            self._owner.current = None
+
+    def run(self, plan: _Plan, places: tuple[int, ...]) -> None:
+        """Write new rows and attend; `places`: address, row and head stride of each tensor, then sinks and output."""
+        call, owner = self.call(plan.shape), self._owner
+        partial = owner.partial(call.scratch)
+        _RECORD.pack_into(owner.record, 0, 0, plan.address, *self._places, call.num_blocks, *places, partial)
+        owner.attend(owner.record_at, call.threads)
+
+    def call(self, shape: _Shape) -> _Call:
+        """What calls for layers of this shape have in common."""
+        return self._calls.get(shape) or self._call(shape)
 
     def _call(self, shape: _Shape) -> _Call:
         counts = self._starts + 1

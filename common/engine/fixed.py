@@ -88,27 +88,57 @@ class HasFixed(Protocol):
 
 
 class FixedBatch:
-    """Keeps the recurrent states of the sequences that decode together in one tensor."""
+    """Keeps the recurrent states of the sequences that decode together in one tensor, always the same memory.
+
+    That memory stays where it is until more rows decode together than ever before, so that a forward over them can be
+    repeated address for address (replay.py).
+    """
 
     def __init__(self, layout: FixedLayout) -> None:
         self._layout = layout
-        self._held: list[torch.Tensor] = []
-        self._rows: FixedRows | None = None
+        self._memory = torch.empty(0, layout.num_bytes, dtype=torch.uint8)
+        self._views: dict[int, FixedRows] = {}
+        self._held: list[tuple[HasFixed, torch.Tensor]] = []
 
     def gather(self, slots: Sequence[HasFixed]) -> FixedRows:
         """One batch of these slots, in order. The slots' rows become part of it."""
-        same = len(slots) == len(self._held) and all(
-            slot.fixed is held for slot, held in zip(slots, self._held, strict=True)
-        )
-        if same and self._rows is not None:
-            return self._rows
-        rows = torch.stack([slot.fixed for slot in slots])
-        self._held = list(rows.unbind(0))
-        for slot, row in zip(slots, self._held, strict=True):
-            slot.fixed = row
-        self._rows = FixedRows(self._layout, rows)
-        return self._rows
+        moved = [i for i, slot in enumerate(slots) if not self._holds(i, slot)]
+        if moved or len(slots) < len(self._held):
+            self._let_go({i for i in range(len(slots)) if i not in set(moved)})
+            self._grow(len(slots), slots[0].fixed.device)
+            for i in moved:
+                row = self._memory[i]
+                row.copy_(slots[i].fixed)
+                slots[i].fixed = row
+                self._held[i : i + 1] = [(slots[i], row)]
+            del self._held[len(slots) :]
+        found = self._views.get(len(slots))
+        if found is None:
+            found = self._views[len(slots)] = FixedRows(self._layout, self._memory[: len(slots)])
+        return found
 
     def clear(self) -> None:
-        """Let go of the memory once nothing decodes."""
-        self._held, self._rows = [], None
+        """Let go of all sequences, and of the memory."""
+        self._let_go(set())
+        self._held, self._views, self._memory = [], {}, self._memory[:0].clone()
+
+    def _holds(self, i: int, slot: HasFixed) -> bool:
+        return i < len(self._held) and self._held[i][0] is slot and self._held[i][1] is slot.fixed
+
+    def _let_go(self, kept: set[int]) -> None:
+        """Sequences that lose their row, and still have it, get memory of their own."""
+        for i, (slot, row) in enumerate(self._held):
+            if i not in kept and slot.fixed is row:
+                slot.fixed = row.clone()
+
+    def _grow(self, num_rows: int, device: torch.device) -> None:
+        if num_rows <= self._memory.shape[0]:
+            return
+        larger = max(num_rows, 2 * self._memory.shape[0])
+        memory = torch.empty(larger, self._layout.num_bytes, dtype=torch.uint8, device=device)
+        memory[: self._memory.shape[0]] = self._memory
+        self._memory, self._views = memory, {}
+        for i, (slot, row) in enumerate(self._held):
+            if slot.fixed is row:
+                slot.fixed = memory[i]
+            self._held[i] = (slot, memory[i])

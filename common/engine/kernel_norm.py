@@ -7,6 +7,7 @@ modules are such norms is found by trying them, not by their names. Called by th
 from __future__ import annotations
 
 import ctypes
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 
 from common.engine.kernel_blocks import fma, load, store
 from common.engine.kernel_llvm import LANES, VECTOR, Code, Once, add, compile_module, splat, tree
+from common.engine.tape import recording
 
 Norm = Callable[[int, int, int, int, int, float], None]
 # Relative difference to the module's own result that other orders of summation explain.
@@ -119,8 +121,19 @@ def _native(run: Norm, module: nn.Module, weight: torch.Tensor) -> Callable[...,
             return own(x, *args, **kwargs)  # type: ignore[no-any-return]
         if x.shape[-1] != width:
             raise ValueError(f"x has {x.shape[-1]} columns, the norm has {width}")
-        out = torch.empty_like(x)
-        run(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // width, width, eps)
+        tape = recording()
+        if tape is None:
+            out = torch.empty_like(x)
+            bind(x, out)()
+            return out
+        with tape.native(bind, [x]) as outs:
+            outs.append(out := torch.empty_like(x))
+            bind(x, out)()
         return out
 
+    def bind(x: torch.Tensor, out: torch.Tensor) -> Callable[[], object]:
+        return functools.partial(run, x.data_ptr(), at, out.data_ptr(), x.numel() // width, width, eps)
+
+    at = weight.data_ptr()
+    setattr(bind, "weight", weight)  # noqa: B010 - keeps it as long as its address
     return forward

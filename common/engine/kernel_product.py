@@ -6,8 +6,9 @@ Threads are torch's own, as many as `torch.get_num_threads()` says. Knows matric
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from torch.nn import functional
 from common.engine.kernel_code import PLAN, ROWS, SEGMENT, STEPS, UNPACK_FROM, Kernels
 from common.engine.kernel_llvm import MIN_PARALLEL
 from common.engine.kernel_weights import PackedWeight
+from common.engine.tape import recording
 
 SCRATCH_BYTES = 128 << 10  # one block unpacked to float32: stays in a core's second-level cache
 MAX_BLOCK_ROWS = 48
+_NOTHING = torch.empty(0)
 
 
 class Product:
@@ -70,6 +73,34 @@ class Product:
             TypeError: x is of another dtype, on another device, or wants a gradient.
             ValueError: x has another number of columns.
         """
+        tape = recording()
+        if tape is None:
+            return self._compute(x)
+        with tape.native(self.bind, [x]) as outs:
+            outs += self._compute(x)
+        return outs
+
+    def bind(self, x: torch.Tensor, *outs: torch.Tensor) -> Callable[[], object]:
+        """The same call for good: from x to `outs` as they lie in memory, one after the other."""
+        num_x = x.numel() // self.num_cols
+        threads, scratch = self._threads(num_x), self._scratch(num_x)
+        is_plain = self.num_cols == self._padded and x.is_contiguous()
+        given = x if is_plain else torch.zeros(num_x, self._padded)
+        addresses = (given.data_ptr(), self._padded, num_x, outs[0].data_ptr(), scratch.data_ptr(), threads)
+        run = functools.partial(self._run, self._plan_at, *addresses)
+        if is_plain and not scratch.numel():
+            return run
+        target = given[:, : self.num_cols].view(x.shape) if not is_plain else None
+
+        def call() -> None:
+            if target is not None:
+                target.copy_(x)
+            run()
+
+        setattr(call, "scratch", scratch)  # noqa: B010 - keeps it as long as its address
+        return call
+
+    def _compute(self, x: torch.Tensor) -> list[torch.Tensor]:
         if not (x.dtype is torch.float32 and x.is_cpu) or x.requires_grad:
             raise TypeError(f"the kernels compute float32 on the CPU without gradients, not {x.dtype} on {x.device}")
         *shape, cols = x.shape
@@ -80,18 +111,24 @@ class Product:
             x = functional.pad(x, (0, stride - cols)).contiguous()
         elif not x.is_contiguous():
             x = x.contiguous()
-        threads = torch.get_num_threads() if num_x >= self._min_parallel else 1
-        scratch_at = 0
-        if num_x >= self._unpack_from:
-            scratch = torch.empty(threads * self._scratch_bytes, dtype=torch.uint8)
-            scratch_at = scratch.data_ptr()
+        scratch = self._scratch(num_x)
         if len(self.sizes) == 1:
             outs = [torch.empty(*shape, self.sizes[0])]
         else:
             outs = _parts(torch.empty(num_x * self._total), shape, self.sizes)
         if num_x:
-            self._run(self._plan_at, x.data_ptr(), stride, num_x, outs[0].data_ptr(), scratch_at, threads)
+            addresses = (x.data_ptr(), stride, num_x, outs[0].data_ptr(), scratch.data_ptr())
+            self._run(self._plan_at, *addresses, self._threads(num_x))
         return outs
+
+    def _threads(self, num_x: int) -> int:
+        return torch.get_num_threads() if num_x >= self._min_parallel else 1
+
+    def _scratch(self, num_x: int) -> torch.Tensor:
+        """Memory for unpacked blocks, one for each thread; none for few rows."""
+        if num_x < self._unpack_from:
+            return _NOTHING
+        return torch.empty(self._threads(num_x) * self._scratch_bytes, dtype=torch.uint8)
 
 
 def _parts(out: torch.Tensor, shape: list[int], sizes: list[int]) -> list[torch.Tensor]:

@@ -31,6 +31,7 @@ from common.engine.probe import (
     probe,
     stable_context,
 )
+from common.engine.replay import Replay
 from common.engine.sampler import sample, token_logprobs
 from common.engine.slot_cache import SlotCache, SlotContext, StateComplete, StateIndex
 from common.engine.state import SlotState
@@ -112,7 +113,7 @@ class Runner:
         latents = attention_modules(self._model)
         layout = layout_of(cache, kv_dtype, latents)
         self._index, self._fixed = StateIndex(layout), FixedLayout(layout)
-        self._batch = FixedBatch(self._fixed)
+        self._batch, self._replay = FixedBatch(self._fixed), Replay()
         self._latents = {self._index.rows(layer): LatentWeights(module) for layer, module in latents.items()}
         self._layout, manifest = layout, loaded.manifest
         self._attention: DecodeAttention | None = None
@@ -151,8 +152,9 @@ class Runner:
         starts = [row.num_computed_tokens for row in rows]
         ids = [[row.tokens[start]] for row, start in zip(rows, starts, strict=True)]
         context = self._rows_context(_own([row.slot for row in rows]), starts)
-        logits = self._forward(self._model, ids, context).logits[:, -1]
-        return sample(logits, rows, self.facts.eos_token_ids)
+        inputs = self._inputs(ids, context)
+        logits = self._replay.forward(context, inputs, lambda: self._run(self._model, inputs, context).logits)
+        return sample(logits[:, -1], rows, self.facts.eos_token_ids)
 
     @torch.inference_mode()
     def prefill(self, chunk: seq.Chunk, on_layer: Callable[[int], None]) -> ChunkResult:
@@ -172,9 +174,16 @@ class Runner:
 
     def _forward(self, model: Any, ids: list[list[int]], context: SlotContext) -> Any:
         """One forward over token ids [B, c]."""
-        input_ids = torch.tensor(ids, device=self._device)
+        return self._run(model, self._inputs(ids, context), context)
+
+    def _inputs(self, ids: list[list[int]], context: SlotContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and positions, [B, c] each."""
         steps = torch.arange(context.length, device=self._device)
         positions = torch.tensor(context.starts, device=self._device)[:, None] + steps
+        return torch.tensor(ids, device=self._device), positions
+
+    def _run(self, model: Any, inputs: tuple[torch.Tensor, torch.Tensor], context: SlotContext) -> Any:
+        input_ids, positions = inputs
         cache = SlotCache(context)
         out = model(input_ids=input_ids, position_ids=positions, cache=cache, use_cache=True, slot_context=context)
         cache.finish()

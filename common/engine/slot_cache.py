@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from common.engine.decode_rows import DecodeRows
 from common.engine.fixed import FixedRows
 from common.engine.state import SlotState
+from common.engine.tape import refuse
 from common.errors import EngineError
 from common.layout import StateLayout, StateSpec
 
@@ -128,6 +129,7 @@ class SlotCache(Cache):
         self._enter(layer_idx)
         number = context.index.rows(layer_idx)
         if context.rows is None:
+            refuse(f"torch attends for state {number}")
             context.write(number, key_states, value_states)
         else:
             context.rows.add(number, key_states, value_states)
@@ -169,6 +171,7 @@ class SlotCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before this forward; only meaningful for a chunk."""
+        refuse("the model asks how many tokens came before")
         return self.context.starts[0]
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:

@@ -1,0 +1,219 @@
+"""Repeated decode steps: the same bits as the model's own code, over joins and leaves, for every layer kind."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from common.engine.fixed import FixedBatch, FixedLayout
+from common.engine.kernel_norm import accelerate_norms
+from common.engine.kernels import accelerate
+from common.engine.program import NotReplayable, Program, _arrange
+from common.engine.runner import Runner, RunnerOptions
+from common.engine.tape import Tape
+from common.layout import StateLayout, StateSpec, TensorSpec
+from common.request import SamplingParams
+from common.sched import sequence as seq
+from tests.engine.families import FAMILIES
+
+
+def recorded(run: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple[Tape, torch.Tensor]:
+    with torch.inference_mode(), Tape(inputs) as tape:
+        out = run(*inputs)
+    return tape, out
+
+
+def program(run: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Program:
+    with torch.inference_mode():
+        return Program(*recorded(run, *inputs))
+
+
+@torch.inference_mode()
+def check(run: Callable[..., torch.Tensor], make: Callable[[], tuple[torch.Tensor, ...]]) -> Program:
+    made = program(run, *make())
+    for _ in range(3):
+        inputs = make()
+        assert torch.equal(made.run(*inputs), run(*inputs))
+    return made
+
+
+def test_values_follow_the_inputs() -> None:
+    weight = torch.randn(6, 4)
+
+    def run(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        a = x @ weight
+        b = torch.cat([a[:, :2], a[:, 2:].neg()], dim=-1)
+        c = b.view(3, 2, 2).transpose(1, 2).reshape(3, 4) * y[:, None]
+        c += torch.nn.functional.silu(a)
+        return c.softmax(dim=-1).to(torch.float64).topk(2).values
+
+    check(run, lambda: (torch.randn(3, 6), torch.randn(3)))
+
+
+def test_what_depends_on_weights_alone_is_computed_once() -> None:
+    weight = torch.randn(5)
+    made = check(lambda x: x * (1.0 + weight.exp()) + torch.arange(5), lambda: (torch.randn(2, 5),))
+    assert len(made) == 2
+
+
+def test_states_that_were_there_before_change_each_time() -> None:
+    state = torch.zeros(2, 3)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        state.copy_(torch.roll(state, 1, dims=-1))
+        state[:, 0] = x
+        return state * 2
+
+    made = program(run, torch.ones(2))
+    state.zero_()
+    with torch.inference_mode():
+        made.run(torch.tensor([1.0, 2.0]))
+        found = made.run(torch.tensor([3.0, 4.0]))
+    assert found.tolist() == [[6.0, 2.0, 0.0], [8.0, 4.0, 0.0]]
+
+
+def test_memory_is_used_again() -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(50):
+            x = x.sin() + x.cos()
+        return x
+
+    made = check(run, lambda: (torch.randn(1000),))
+    assert made.num_bytes <= 4 * 4096
+
+
+def test_places_of_the_living_do_not_overlap() -> None:
+    life = {n: [n, n + (n * 7) % 11] for n in range(60)}
+    sizes = {n: 1 + (n * 37) % 300 for n in life}
+    offsets, total = _arrange(life, sizes)
+    for a in life:
+        assert offsets[a] % 64 == 0
+        assert offsets[a] + sizes[a] <= total
+        for b in life:
+            if a < b <= life[a][1]:
+                assert offsets[a] + sizes[a] <= offsets[b] or offsets[b] + sizes[b] <= offsets[a]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: x * x.max().item(),
+        lambda x: x[x > 0],
+        lambda x: x if bool(x.sum() > 0) else -x,
+        lambda x: x + torch.rand(4),
+        lambda x: x + torch.tensor(x.tolist()),
+        lambda x: x[x.nonzero()[:, 0]],
+    ],
+    ids=["item", "mask", "bool", "random", "tolist", "nonzero"],
+)
+def test_what_depends_on_values_is_refused(run) -> None:
+    tape, out = recorded(run, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert "depends on values" in tape.reason
+    with pytest.raises(NotReplayable):
+        Program(tape, out)
+
+
+def test_code_that_does_something_else_each_time_is_noticed() -> None:
+    calls: list[int] = []
+
+    def counts(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x * len(calls)
+
+    def makes(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x * torch.tensor([float(len(calls)), 1.0])
+
+    for run in (counts, makes):
+        first, second = (recorded(run, torch.ones(2))[0] for _ in range(2))
+        assert first.difference(second)
+    constant = torch.tensor([2.0, 1.0])
+
+    def same(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor([2.0, 1.0]) + constant
+
+    first, second = (recorded(same, torch.ones(2))[0] for _ in range(2))
+    assert first.difference(second) == ""
+
+
+class Row:
+    """As the batch sees a slot."""
+
+    def __init__(self, value: int) -> None:
+        self.fixed = torch.full((64,), value, dtype=torch.uint8)
+
+
+def test_a_batch_stays_where_it_is_and_rows_come_and_go() -> None:
+    state = StateSpec(0, "recurrent", (TensorSpec("recurrent0", (4, 4), "float32"),))
+    batch = FixedBatch(FixedLayout(StateLayout((state,))))
+    rows = [Row(i) for i in range(6)]
+    batch.gather(rows[:4])
+    address = batch.gather(rows[:4]).rows.data_ptr()
+    for wanted in ([0, 1, 2, 3], [0, 2, 3], [2, 0], [0], [4, 1, 0, 5], [3, 2, 1], [1, 2, 3, 4]):
+        for _ in range(2):
+            found = batch.gather([rows[i] for i in wanted])
+            assert found.rows.data_ptr() == address
+            assert found.rows[:, 0].tolist() == wanted
+            found.rows.add_(10)  # changes the states of exactly these
+            assert [int(rows[i].fixed[5]) for i in range(6)] == [i + 10 * (i in wanted) for i in range(6)]
+            found.rows.sub_(10)
+        assert batch.gather([rows[i] for i in wanted]) is found
+    assert batch.gather(rows).rows[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    rows[2].fixed = torch.empty(0, dtype=torch.uint8)  # freed
+    assert batch.gather([rows[0], rows[5]]).rows[:, 0].tolist() == [0, 5]
+    batch.clear()
+    assert [int(rows[i].fixed[0]) for i in (0, 1, 3, 4, 5)] == [0, 1, 3, 4, 5]
+
+
+JOINS, LEAVES, NUM_STEPS = [0, 0, 0, 9, 17], [60, 14, 60, 60, 22], 40
+
+
+def decode(own: Runner) -> list[list[Any]]:
+    """What rows get that join and leave at these steps."""
+    rows: list[seq.Sequence] = []
+    found: list[list[Any]] = [[] for _ in JOINS]
+    for number in range(len(JOINS)):
+        sampling = SamplingParams(max_tokens=99, temperature=0.8, logprobs=2)
+        prompt = [3 + (7 * number + 5 * i) % 50 for i in range(3 + 4 * number)]
+        rows.append(seq.Sequence(number, None, prompt, own.new_slot(99), sampling, seed=number))
+    for step in range(NUM_STEPS):
+        active = [n for n in range(len(rows)) if JOINS[n] <= step < LEAVES[n]]
+        for n, sampled in zip(active, own.decode([rows[n] for n in active]), strict=True):
+            row = rows[n]
+            row.num_computed_tokens += 1
+            if row.num_computed_tokens == len(row.tokens):
+                row.tokens.append(sampled.token_id)
+                found[n].append((sampled.token_id, sampled.logprob))
+    return found
+
+
+def make_runner(tools, model: Any) -> Runner:
+    accelerate(model)
+    accelerate_norms(model)
+    return Runner(tools.loaded(model), RunnerOptions(room=16))
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES.values() if not f.refused], ids=lambda f: f.name)
+def test_repeated_steps_give_the_same_bits(tools, family, caplog) -> None:
+    plain, repeating = (make_runner(tools, family.model()) for _ in range(2))
+    plain._replay.reason = "not wanted"
+    expected = decode(plain)
+    assert decode(repeating) == expected
+    assert repeating._replay.reason == ""
+    assert repeating._replay.num_repeated >= NUM_STEPS // 2
+    assert plain._replay.num_repeated == 0
+
+
+def test_where_torch_attends_the_model_goes_on_as_it_is(tools, caplog) -> None:
+    model = tools.tiny_model("Gemma2", attn_logit_softcapping=20.0, query_pre_attn_scalar=16)
+    own = make_runner(tools, model)
+    with caplog.at_level(logging.INFO):
+        found = decode(own)
+    assert "decode steps run the model's own code each time: torch attends" in caplog.text
+    assert own._replay.num_repeated == 0
+    own._replay.reason = "not wanted"
+    assert decode(own) == found
