@@ -102,6 +102,11 @@ class EngineConfig(Section):
         ' they can be made; "int8" rounds (32 numbers to a scale), a quarter of the memory and its traffic: other'
         ' tokens, so set it alike at both ends; "torch" leaves everything to torch.',
     )
+    compile: bool = key(
+        False,
+        'torch.compile for the parts of the model without state; on a CPU only with weights = "torch". Seconds to'
+        " minutes more at start; where it fails the log says so and the model runs as it is.",
+    )
     threads: int = key(
         0,
         "Compute threads; 0 is one per allowed core. Two daemons sharing cores slow each other down 10 to 40 times, so"
@@ -311,6 +316,12 @@ def _check_machine(config: SharedConfig, when: When) -> Iterator[Problem]:
 def _check_engine(config: SharedConfig) -> Iterator[Problem]:
     if config.engine.backend == "local" and config.model.path is None:
         yield Problem(("model.path", "engine.backend"), f'is required when engine.backend is "local"; {MAKE_MODEL}')
+    engine = config.engine
+    if engine.compile and engine.device == "cpu" and engine.weights != "torch":
+        yield Problem(
+            ("engine.compile", "engine.weights"),
+            f'compiles what torch computes, but weights = "{engine.weights}" on a CPU leaves it nothing: set "torch"',
+        )
     if config.fake.window_layers > config.fake.num_layers:
         yield Problem(
             ("fake.window_layers", "fake.num_layers"),

@@ -67,6 +67,7 @@ def _make_executor(config: SharedConfig) -> Executor:
         dtype=engine.dtype,
         kv_dtype=engine.state_dtype,
         weights=engine.weights,
+        compile=engine.compile,
         threads=engine.num_threads,
         room=engine.num_chunk_tokens,
     )

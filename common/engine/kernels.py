@@ -151,13 +151,13 @@ def accelerate(
     if not places:
         return Report(reason="the model has no float32 linear layers on the CPU")
     calls: list[tuple[nn.Module, torch.Tensor]] = []
-    before = _output(model, run or _logits, places, calls)
+    before = _output(model, run or short_forward, places, calls)
     swapped = _Swap(model, made, weights, places)
     for group in _groups(places, calls):
         swapped.group(group)
     calls.clear()
     _release(model)
-    after = _output(model, run or _logits)
+    after = _output(model, run or short_forward)
     scale = float(before.max() - before.min()) or 1.0
     difference = float((before - after).abs().max()) / scale
     if not difference <= TOLERANCE[weights]:
@@ -170,6 +170,7 @@ class _Swap:
 
     def __init__(self, model: nn.Module, made: Kernels, weights: str, places: dict[nn.Module, list[str]]) -> None:
         self._model, self._kernels, self._weights, self._places = model, made, weights, places
+        self._embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
         self._formats: Counter[str] = Counter()
         self._products = self._before = self._after = 0
 
@@ -202,7 +203,7 @@ class _Swap:
         self._formats[packed.format] += 1
         self._before += weight.nbytes
         self._after += packed.data.nbytes
-        tied = [m for m in self._model.modules() if isinstance(m, nn.Embedding) and m.weight is layer.weight]
+        tied = [m for m in self._embeddings if m.weight is layer.weight]
         if tied and own is not packed:  # embeddings stay exact
             self._after += own.data.nbytes
         for embedding in tied:
@@ -273,8 +274,9 @@ def _output(
             hook.remove()
 
 
-def _logits(model: Any) -> torch.Tensor:
+def short_forward(model: Any) -> torch.Tensor:
+    """Logits of a few tokens, [1, 9, vocabulary]."""
     vocab_size = model.config.get_text_config().vocab_size
-    ids = torch.tensor([[(7 * i + 1) % vocab_size for i in range(9)]])
+    ids = torch.tensor([[(7 * i + 1) % vocab_size for i in range(9)]], device=model.device)
     logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
     return logits

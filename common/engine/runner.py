@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from common.engine.attention import ATTENTION_NAME
+from common.engine.compiled import compile_parts
 from common.engine.decode_rows import DecodeAttention
 from common.engine.fixed import FixedBatch, FixedLayout, FixedRows
 from common.engine.kernel_norm import accelerate_norms
-from common.engine.kernels import accelerate
+from common.engine.kernels import accelerate, short_forward
 from common.engine.latent import LatentWeights
 from common.engine.loader import LoadedModel, load_model
 from common.engine.probe import (
@@ -54,6 +55,7 @@ class RunnerOptions:
     Attributes:
         kv_dtype: of rows; "" means as `dtype`.
         weights: "exact", "int8" or "torch"; `load` packs matrices by it, and "torch" does without kernels anywhere.
+        compile: the parts without state by torch.compile; not with kernels.
         threads: 0 leaves torch's choice.
         room: largest chunk.
         parks: preempted sequences move to host memory (None: on devices with memory of their own).
@@ -63,6 +65,7 @@ class RunnerOptions:
     dtype: str = "float32"
     kv_dtype: str = ""
     weights: str = "exact"
+    compile: bool = False
     threads: int = 0
     room: int = 256
     parks: bool | None = None
@@ -77,7 +80,9 @@ def load(path: Path, options: RunnerOptions) -> Runner:
     if options.threads:
         torch.set_num_threads(options.threads)
     loaded = load_model(path, device=options.device, dtype=options.dtype)
-    if options.weights != "torch":
+    if options.compile:
+        compile_parts(loaded.model, short_forward)
+    elif options.weights != "torch":
         _accelerate(loaded.model, options.weights)
     return Runner(loaded, options)
 
@@ -229,6 +234,7 @@ class Runner:
             "dtype": self._options.dtype,
             "kv_dtype": kv_dtype,
             "weights": "int8" if self._options.weights == "int8" else "exact",
+            "compile": str(self._options.compile).lower(),
             "threads": str(torch.get_num_threads()),
         }
 
