@@ -58,7 +58,7 @@ def probe(model: Any) -> tuple[DynamicCache, torch.Tensor]:
     return cache, out.logits[0, -1].float()
 
 
-def attention_modules(model: Any) -> dict[int, Any]:
+def latent_modules(model: Any) -> dict[int, Any]:
     """The modules that attend over compressed rows, by layer."""
     return {m.layer_idx: m for m in model.modules() if is_latent(m) and hasattr(m, "layer_idx")}
 

@@ -26,7 +26,7 @@ from common.engine.loader import LoadedModel, load_model
 from common.engine.probe import (
     PROBE_CHUNKS,
     PROBE_TOKENS,
-    attention_modules,
+    latent_modules,
     check_same,
     layout_of,
     probe,
@@ -115,7 +115,7 @@ class Runner:
         if kv_dtype not in KV_DTYPES:
             raise StartupError(f"kv_dtype {kv_dtype!r} is not one of {', '.join(KV_DTYPES)}.")
         cache, logits = probe(self._model)
-        latents = attention_modules(self._model)
+        latents = latent_modules(self._model)
         layout = layout_of(cache, kv_dtype, latents)
         self._index, self._fixed = StateIndex(layout), FixedLayout(layout)
         self._batch, self._replay = FixedBatch(self._fixed), Replay()
