@@ -16,7 +16,7 @@ from benchmarks.text import real_text
 
 NUM_OUTPUT = 64
 # Chunk (256) and window (512) boundaries and their neighbours; a chunk covers the n-1 tokens before the last.
-SHORT_LIST = [1, 2, 256, 257, 258, 513, 800]
+SHORT_LIST = [1, 2, 256, 257, 258, 512, 513, 1200]
 LONG_LIST = [1, 2, 3, 5, 16, 63, 64, 65, 128, 200, 255, 256, 257, 258, 259, 300, 400, 510, 511, 512, 513, 514, 515, 600]
 LONG_LIST += [767, 768, 769, 770, 1000, 1023, 1024, 1025, 1026, 1500, 1537, 2000, 2049, 3000, 3585, 4000]
 
