@@ -184,6 +184,8 @@ class DecodeRows:
     def take_all(self) -> dict[int, Pieces]:
         """All noted rows that are not in the slots."""
         left, self._new = self._new, {}
+        if left:
+            refuse("rows are cached that nothing attends to")
         return left
 
     def attend(

@@ -138,7 +138,8 @@ class FixedBatch:
         memory = torch.empty(larger, self._layout.num_bytes, dtype=torch.uint8, device=device)
         memory[: self._memory.shape[0]] = self._memory
         self._memory, self._views = memory, {}
-        for i, (slot, row) in enumerate(self._held):
-            if slot.fixed is row:
-                slot.fixed = memory[i]
-            self._held[i] = (slot, memory[i])
+        for i, (slot, old) in enumerate(self._held):
+            row = memory[i]  # one object: whether a slot still has its row is seen by it
+            if slot.fixed is old:
+                slot.fixed = row
+            self._held[i] = (slot, row)

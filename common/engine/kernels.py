@@ -7,7 +7,6 @@ Call it once after loading, before anything keeps references to the weights; cal
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from common.engine import kernel_code
 from common.engine.kernel_code import Kernels
 from common.engine.kernel_product import Product
 from common.engine.kernel_weights import PackedWeight
+from common.engine.memory import trim
 from common.errors import EngineError
 
 # Largest change of the model's output, relative to its range.
@@ -232,9 +232,7 @@ def _release(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.nbytes <= _SMALL_BYTES:
             parameter.data = parameter.data.clone()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps freed memory otherwise
-    if trim is not None:
-        trim(0)
+    trim()
 
 
 def _groups(places: dict[Any, list[str]], calls: list[tuple[nn.Module, torch.Tensor]]) -> Iterable[list[nn.Linear]]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from common.engine.tape import Ref, Step, Tape, swap
+from common.errors import EngineError
 
 ALIGNMENT = 64
 # Operators that only copy.
@@ -30,8 +31,10 @@ class NotReplayable(Exception):
 class Program:
     """Repeats one forward. Not for several threads at once."""
 
-    def __init__(self, tape: Tape, output: torch.Tensor) -> None:
-        """`output`: of the recorded forward.
+    def __init__(self, tape: Tape, output: torch.Tensor, arena: Arena) -> None:
+        """`output`: of the recorded forward, which is repeated once as its calls are made: it changes states again.
+
+        Programs with one arena run one at a time.
 
         Raises:
             NotReplayable: with the reason.
@@ -39,12 +42,14 @@ class Program:
         number = tape.number(output)
         if tape.reason or number is None:
             raise NotReplayable(tape.reason or "the output comes from outside the forward")
-        memory = _Memory(tape, number)
+        memory = _Memory(tape, number, arena)
         tensors = memory.tensors
         self.inputs = tensors[: tape.num_inputs]
         self.output = tensors[number]
         self.num_bytes = memory.num_bytes
         self._tensors = tensors  # some calls know addresses only
+        for own, given in zip(self.inputs, tape.tensors, strict=False):
+            own.copy_(given)
         self._calls = [call for i in memory.needed if (call := _call(tape.steps[i], tensors, memory)) is not None]
 
     def __len__(self) -> int:
@@ -59,10 +64,23 @@ class Program:
         return self.output
 
 
+class Arena:
+    """Memory that programs share; one that needs more than there is gets, and leaves behind, a larger one."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """At least `num_bytes`, uint8."""
+        if self.memory.numel() < num_bytes:
+            self.memory = torch.empty(max(num_bytes, 2 * self.memory.numel()), dtype=torch.uint8)
+        return self.memory
+
+
 class _Memory:
     """Decides where each tensor of the tape lives, and which steps have to run each time."""
 
-    def __init__(self, tape: Tape, output: int) -> None:
+    def __init__(self, tape: Tape, output: int, arena: Arena) -> None:
         self._tape = tape
         self._storage = _storages(tape.tensors)
         known = {self._storage[n] for n in (*range(tape.num_inputs), *tape.constants)}
@@ -75,7 +93,7 @@ class _Memory:
             self._visit(i, step, known)
         self._extend(self._storage[output], len(tape.steps))
         offsets, self.num_bytes = _arrange(self._life, self._sizes())
-        self._arena = torch.empty(self.num_bytes, dtype=torch.uint8)
+        self._arena = arena.take(self.num_bytes)
         inputs = {self._storage[n]: torch.empty_like(tape.tensors[n]) for n in range(tape.num_inputs)}
         self.tensors = [self._place(n, offsets, inputs) for n in range(len(tape.tensors))]
 
@@ -132,7 +150,7 @@ def _storages(tensors: Sequence[torch.Tensor]) -> list[int]:
     numbers: dict[tuple[str, int], int] = {}
     found = []
     for tensor in tensors:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             raise NotReplayable("a tensor is not a plain one on the CPU")
         # Wrappers have no memory.
         address = tensor.untyped_storage().data_ptr() if type(tensor) in (torch.Tensor, torch.nn.Parameter) else 0
@@ -161,24 +179,25 @@ def _arrange(life: dict[int, list[int]], sizes: dict[int, int]) -> tuple[dict[in
 
 
 def _call(step: Step, tensors: list[torch.Tensor], memory: _Memory) -> Call | None:
-    """The step on its tensors for good; None when there is nothing to do."""
+    """The step on its tensors for good, done once; None when there is nothing to do."""
     args, kwargs = swap(Ref, lambda ref: tensors[ref.number], (step.args, step.kwargs))
     outs = [tensors[n] for n in step.outs]
+    call: Call
     if step.is_native:
-        return step.run(*args, *outs)  # type: ignore[no-any-return]
-    name = step.run._schema.name
-    if step.run._schema.is_mutable:
-        method = getattr(torch.Tensor, name.removeprefix("aten::"), None)
-        if method is not None and args and not kwargs:
-            return functools.partial(method, *args)
-        return functools.partial(step.run, *args, **kwargs)
-    if not memory.is_new(step):
+        call = step.run(*args, *outs)
+    elif step.run._schema.is_mutable:
+        method = getattr(torch.Tensor, step.run._schema.name.removeprefix("aten::"), None)
+        call = functools.partial(step.run if method is None or kwargs else method, *args, **kwargs)
+    elif not memory.is_new(step):
         raise NotReplayable(f"{step.run} returns part of its arguments and more")
-    if name in _EMPTY:
+    elif step.run._schema.name in _EMPTY:
         return None
-    if name in _COPIES:
-        return _copy(args[0], outs[0])
-    return _into(step.run, args, kwargs, outs)
+    elif step.run._schema.name in _COPIES:
+        call = _copy(args[0], outs[0])
+    else:
+        return _into(step.run, args, kwargs, outs)
+    call()
+    return call
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> Call:
@@ -208,6 +227,9 @@ def _into(run: Any, args: Any, kwargs: dict[str, Any], outs: list[torch.Tensor])
     def call() -> None:
         found = run(*args, **kwargs)
         for target, value in zip(outs, (found,) if len(outs) == 1 else found, strict=True):
+            if value.shape != target.shape:
+                raise EngineError(f"{run} gave {tuple(value.shape)} where it gave {tuple(target.shape)} before")
             target.copy_(value)
 
+    call()
     return call

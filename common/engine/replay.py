@@ -1,9 +1,9 @@
 """Decode steps without the model's Python code, which takes about as long as the arithmetic of a small model.
 
 A forward over B rows does the same each time but for its inputs and for where the rows lie. `Replay` lets the first
-forward of each B run as it is, records the next two, and if both did the same, repeats that (program.py) from then on.
-Where that is impossible (experts chosen by value, attention left to torch), forwards stay as they are, said once in
-the log. Used by the runner, on the engine thread.
+forwards of each B run as they are, records the next two, and if both did the same, repeats that from then on
+(program.py). Where that is impossible (a loop over chosen experts, attention left to torch), forwards stay as they
+are, said once in the log. Used by the runner, on the engine thread.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from dataclasses import dataclass
 
 import torch
 
-from common.engine.program import NotReplayable, Program
+from common.engine.memory import trim
+from common.engine.program import Arena, NotReplayable, Program
 from common.engine.slot_cache import SlotContext
-from common.engine.tape import Tape
+from common.engine.tape import Summary, Tape
 
 log = logging.getLogger(__name__)
 
 # Batch sizes whose programs are kept, each with the activations of a step and two dozen kilobytes per layer.
 MAX_PROGRAMS = 64
+# A recording takes about two steps' time, the second with what is made of it about four: not for rare batch sizes.
+NUM_BEFORE = 3
 
 Run = Callable[[], torch.Tensor]
 
@@ -34,7 +37,7 @@ class _Entry:
 
     fixed: object = None  # the recurrent states that it is about
     num_seen: int = 0
-    tape: Tape | None = None
+    first: Summary | None = None
     program: Program | None = None
 
 
@@ -48,6 +51,7 @@ class Replay:
     def __init__(self) -> None:
         self.reason = ""
         self.num_repeated = 0
+        self._arena = Arena()
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
 
     def forward(self, context: SlotContext, inputs: tuple[torch.Tensor, ...], run: Run) -> torch.Tensor:
@@ -58,8 +62,9 @@ class Replay:
         entry.num_seen += 1
         if entry.program is not None:
             self.num_repeated += 1
-            return _repeat(entry.program, context, inputs)
-        if entry.num_seen == 1:  # makes what later ones find made
+            with _current(context):
+                return entry.program.run(*inputs)
+        if entry.num_seen <= NUM_BEFORE:
             return run()
         return self._record(entry, context, inputs, run)
 
@@ -81,31 +86,44 @@ class Replay:
         before = states.clone()
         with Tape(inputs) as tape:
             logits = run()
-        try:
-            if tape.reason:
-                raise NotReplayable(tape.reason)
-            if not logits.isfinite().all():  # cannot be compared; perhaps the next can
-                return logits
-            if entry.tape is None:
-                entry.tape = tape
-                return logits
-            if found := entry.tape.difference(tape):
-                raise NotReplayable(found)
-            after, entry.tape = states.clone(), None
-            program = Program(tape, logits)
+        if logits.isnan().any():  # cannot be compared; perhaps the next can
+            return logits
+        first, entry.first = entry.first, None
+        if reason := tape.reason or (first.difference(tape) if first is not None else ""):
+            self._give_up(reason)
+        elif first is None:
+            entry.first = tape.summary()
+        else:
+            after = states.clone()
             states.copy_(before)
-            repeated = _repeat(program, context, inputs)
-            if not (torch.equal(repeated, logits) and torch.equal(states, after)):
-                states.copy_(after)
-                raise NotReplayable("repeating the forward gave another result")
-            entry.program = program
-        except NotReplayable as e:
-            self.reason = str(e)
-            self._entries.clear()
-            log.info("decode steps run the model's own code each time: %s", e)
+            entry.program = self._program(tape, context, (logits, after), states)
+            if entry.program is None:
+                states.copy_(before)
+                return run()  # the repetition was wrong, and so is what it wrote into the slots
+            del tape
+            trim()
         return logits
 
+    def _program(
+        self, tape: Tape, context: SlotContext, expected: tuple[torch.Tensor, torch.Tensor], states: torch.Tensor
+    ) -> Program | None:
+        """Checked against `expected` logits and recurrent states."""
+        logits, after = expected
+        try:
+            with _current(context):
+                made = Program(tape, logits, self._arena)
+            if not (torch.equal(made.output, logits) and torch.equal(states, after)):
+                raise NotReplayable("repeating the forward gave another result")
+        except Exception as e:  # noqa: BLE001 - whatever a model's operators raise when called like this
+            self._give_up(str(e) if isinstance(e, NotReplayable) else f"{type(e).__name__}: {e}")
+            return None
+        return made
 
-def _repeat(program: Program, context: SlotContext, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    with context.rows.as_current() if context.rows is not None else contextlib.nullcontext():
-        return program.run(*inputs)
+    def _give_up(self, reason: str) -> None:
+        self.reason = reason
+        self._entries.clear()
+        log.info("decode steps run the model's own code each time: %s", reason)
+
+
+def _current(context: SlotContext) -> contextlib.AbstractContextManager[None]:
+    return context.rows.as_current() if context.rows is not None else contextlib.nullcontext()

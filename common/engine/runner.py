@@ -26,8 +26,8 @@ from common.engine.loader import LoadedModel, load_model
 from common.engine.probe import (
     PROBE_CHUNKS,
     PROBE_TOKENS,
-    latent_modules,
     check_same,
+    latent_modules,
     layout_of,
     probe,
     stable_context,
@@ -119,6 +119,8 @@ class Runner:
         layout = layout_of(cache, kv_dtype, latents)
         self._index, self._fixed = StateIndex(layout), FixedLayout(layout)
         self._batch, self._replay = FixedBatch(self._fixed), Replay()
+        if options.compile:
+            self._replay.reason = "torch.compile does it"  # a recording would run the parts as they were before
         self._latents = {self._index.rows(layer): LatentWeights(module) for layer, module in latents.items()}
         self._layout, manifest = layout, loaded.manifest
         self._attention: DecodeAttention | None = None

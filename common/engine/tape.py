@@ -18,8 +18,12 @@ from torch.utils import _python_dispatch
 
 # Reading values into Python, shapes that depend on values, random numbers: Python code may go another way next time.
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
-# What `tolist` and `numpy` leave as their only trace.
-_READS = {"aten::resolve_conj", "aten::resolve_neg"}
+# What `tolist` and `numpy` leave as their only trace; and what is made of several operators, and carries no tag.
+_READS = {"aten::resolve_conj", "aten::resolve_neg", "aten::tensor_split"}
+_COUNTS = (
+    torch.ops.aten.where.default,
+    *(getattr(torch.ops.aten.repeat_interleave, n) for n in ("self_Tensor", "Tensor")),
+)
 # Constants that a forward makes anew each time are compared by value, up to this size.
 _MAX_COMPARED = 1 << 12
 
@@ -90,7 +94,14 @@ def _reads_values(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether Python code, or a shape, may depend on the values that the operator reads."""
     if func is torch.ops.aten.index.Tensor:  # the shape does if a mask is among the indices
         return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-    return not _TAGS.isdisjoint(func.tags) or func._schema.name in _READS
+    if func is torch.ops.aten.dropout.default and not args[2]:  # only in training
+        return False
+    return not _TAGS.isdisjoint(func.tags) or func._schema.name in _READS or func in _COUNTS
+
+
+def _reshapes_in_place(func: Any) -> bool:
+    """Whether the operator changes a tensor object, not what lies in its memory: a second time would be wrong."""
+    return torch.Tag.inplace_view in func.tags and func is not torch.ops.aten.detach_.default
 
 
 def _changes(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
@@ -155,25 +166,18 @@ class Tape(_Mode):  # type: ignore[misc]
         """Of a tensor of the forward."""
         return self._numbers.get(id(tensor))
 
-    def difference(self, other: Tape) -> str:
-        """Empty when both did the same on tensors of the same kind; else the first difference."""
-        if len(self.steps) != len(other.steps) or len(self.tensors) != len(other.tensors):
-            return f"{len(self.steps)} operations, then {len(other.steps)}"
-        for own, its in zip(self.steps, other.steps, strict=True):
-            if own != its:
-                return f"{_name(own)} was called differently"
-        for own_tensor, its_tensor in zip(self.tensors, other.tensors, strict=True):
-            if _kind(own_tensor) != _kind(its_tensor):
-                return f"a tensor of {tuple(own_tensor.shape)}, then of {tuple(its_tensor.shape)}"
-        for number in self.constants:
-            if not _same(self.tensors[number], other.tensors[number]):
-                return f"a constant of {tuple(self.tensors[number].shape)} changed"
-        return ""
+    def summary(self) -> Summary:
+        """What another tape is compared with; holds on to no memory but that of constants."""
+        constants = [(number, self.tensors[number]) for number in self.constants]
+        return Summary(self.steps, [_kind(t) for t in self.tensors], constants)
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         outs = out if isinstance(out, (tuple, list)) else (out,)
         if not all(isinstance(o, torch.Tensor) for o in outs) or _reads_values(func, args):
             self.reason = f"{func} depends on values"
+            return
+        if _reshapes_in_place(func):
+            self.reason = f"{func} changes a tensor's shape in place"
             return
         reads: list[int] = []
 
@@ -201,12 +205,38 @@ class Tape(_Mode):  # type: ignore[misc]
         return number
 
 
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A tape without the tensors that the forward made."""
+
+    steps: list[Step]
+    kinds: list[tuple[Any, ...]]
+    constants: list[tuple[int, torch.Tensor]]
+
+    def difference(self, tape: Tape) -> str:
+        """Empty when that forward did the same on tensors of the same kind; else the first difference."""
+        if len(self.steps) != len(tape.steps) or len(self.kinds) != len(tape.tensors):
+            return f"{len(self.steps)} operations, then {len(tape.steps)}"
+        for own, its in zip(self.steps, tape.steps, strict=True):
+            if own != its:
+                return f"{_name(own)} was called differently"
+        for own_kind, tensor in zip(self.kinds, tape.tensors, strict=True):
+            if own_kind != _kind(tensor):
+                return f"a tensor of {tuple(own_kind[0])}, then of {tuple(tensor.shape)}"
+        for number, constant in self.constants:
+            if not _same(constant, tape.tensors[number]):
+                return f"a constant of {tuple(constant.shape)} changed"
+        return ""
+
+
 def _name(step: Step) -> str:
     return getattr(step.run, "__qualname__", None) or str(step.run)
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     layout = (tensor.stride(), tensor.storage_offset()) if type(tensor) is torch.Tensor else ()
+    if tensor.is_conj() or tensor.is_neg():  # a bit beside the memory
+        layout = (*layout, "lazy")
     return (tensor.shape, tensor.dtype, tensor.device, *layout)
 
 

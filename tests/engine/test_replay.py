@@ -12,7 +12,7 @@ import torch
 from common.engine.fixed import FixedBatch, FixedLayout
 from common.engine.kernel_norm import accelerate_norms
 from common.engine.kernels import accelerate
-from common.engine.program import NotReplayable, Program, _arrange
+from common.engine.program import Arena, NotReplayable, Program, _arrange
 from common.engine.runner import Runner, RunnerOptions
 from common.engine.tape import Tape
 from common.layout import StateLayout, StateSpec, TensorSpec
@@ -29,7 +29,7 @@ def recorded(run: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple[T
 
 def program(run: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Program:
     with torch.inference_mode():
-        return Program(*recorded(run, *inputs))
+        return Program(*recorded(run, *inputs), Arena())
 
 
 @torch.inference_mode()
@@ -107,14 +107,32 @@ def test_places_of_the_living_do_not_overlap() -> None:
         lambda x: x + torch.rand(4),
         lambda x: x + torch.tensor(x.tolist()),
         lambda x: x[x.nonzero()[:, 0]],
+        lambda x: x[torch.where(x > 1)[0]],
+        lambda x: x.repeat_interleave(x.long()),
+        lambda x: torch.nn.functional.dropout(x, 0.5, training=True),
     ],
-    ids=["item", "mask", "bool", "random", "tolist", "nonzero"],
+    ids=["item", "mask", "bool", "random", "tolist", "nonzero", "where", "repeat_interleave", "dropout"],
 )
 def test_what_depends_on_values_is_refused(run) -> None:
     tape, out = recorded(run, torch.tensor([1.0, 2.0, 3.0, 4.0]))
     assert "depends on values" in tape.reason
     with pytest.raises(NotReplayable):
-        Program(tape, out)
+        Program(tape, out, Arena())
+
+
+def test_what_runs_when_it_is_built_gets_real_values() -> None:
+    table = torch.randn(5, 3)
+
+    def run(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(table.index_select(0, index + 1) * x, 0.5, training=False)
+
+    check(run, lambda: (torch.randn(2, 1), torch.randint(0, 4, (2,))))
+
+
+@pytest.mark.parametrize("run", [lambda x: (x * 2).t_(), lambda x: (x * 2).unsqueeze_(0)], ids=["t_", "unsqueeze_"])
+def test_a_tensor_that_changes_its_shape_is_refused(run) -> None:
+    tape, _ = recorded(run, torch.ones(2, 3))
+    assert "changes a tensor's shape in place" in tape.reason
 
 
 def test_code_that_does_something_else_each_time_is_noticed() -> None:
@@ -130,14 +148,14 @@ def test_code_that_does_something_else_each_time_is_noticed() -> None:
 
     for run in (counts, makes):
         first, second = (recorded(run, torch.ones(2))[0] for _ in range(2))
-        assert first.difference(second)
+        assert first.summary().difference(second)
     constant = torch.tensor([2.0, 1.0])
 
     def same(x: torch.Tensor) -> torch.Tensor:
         return x * torch.tensor([2.0, 1.0]) + constant
 
     first, second = (recorded(same, torch.ones(2))[0] for _ in range(2))
-    assert first.difference(second) == ""
+    assert first.summary().difference(second) == ""
 
 
 class Row:
@@ -167,6 +185,15 @@ def test_a_batch_stays_where_it_is_and_rows_come_and_go() -> None:
     assert batch.gather([rows[0], rows[5]]).rows[:, 0].tolist() == [0, 5]
     batch.clear()
     assert [int(rows[i].fixed[0]) for i in (0, 1, 3, 4, 5)] == [0, 1, 3, 4, 5]
+
+
+@pytest.mark.parametrize("then", [[2, 0, 1], [1, 2, 0], [2, 1, 0], [0, 2, 1]], ids=str)
+def test_rows_change_places_right_after_the_batch_grew(then) -> None:
+    state = StateSpec(0, "recurrent", (TensorSpec("recurrent0", (4, 4), "float32"),))
+    batch = FixedBatch(FixedLayout(StateLayout((state,))))
+    rows = [Row(i) for i in range(6)]
+    for wanted in ([0], [0, 1], then, [3, 0, 1, 2, 4, 5], then):
+        assert batch.gather([rows[i] for i in wanted]).rows[:, 0].tolist() == wanted
 
 
 JOINS, LEAVES, NUM_STEPS = [0, 0, 0, 9, 17], [60, 14, 60, 60, 22], 40
@@ -217,3 +244,27 @@ def test_where_torch_attends_the_model_goes_on_as_it_is(tools, caplog) -> None:
     assert own._replay.num_repeated == 0
     own._replay.reason = "not wanted"
     assert decode(own) == found
+
+
+@pytest.mark.parametrize("spoil", ["conj", "squeeze"])
+def test_a_wrong_repetition_leaves_nothing_behind(tools, spoil) -> None:
+    """A hook does what a program cannot, or does wrong: tokens stay those of the model's own code."""
+
+    def hook(_module: Any, _args: Any, out: torch.Tensor) -> torch.Tensor:
+        if spoil == "conj":
+            return out + torch.view_as_complex(out.unflatten(-1, (-1, 2)).contiguous()).conj().abs().mean()
+        return out.add(1.0).unsqueeze(0).squeeze_(0)
+
+    plain, repeating = (make_runner(tools, tools.tiny_model("Llama")) for _ in range(2))
+    plain._replay.reason = "not wanted"
+    for own in (plain, repeating):
+        own._model.model.layers[1].mlp.register_forward_hook(hook)
+    assert decode(repeating) == decode(plain)
+    assert repeating._replay.reason
+
+
+def test_impossible_tokens_do_not_keep_a_batch_from_being_repeated(tools) -> None:
+    own = make_runner(tools, tools.tiny_model("Llama"))
+    own._model.lm_head.register_forward_hook(lambda _m, _a, out: out.index_fill(-1, torch.tensor([5]), -torch.inf))
+    decode(own)
+    assert own._replay.num_repeated >= NUM_STEPS // 2
