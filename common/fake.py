@@ -162,6 +162,7 @@ class FakeExecutor:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.options, self._clock, self._sleep = options, clock, sleep
+        self.takes_chunks, self.is_settled = False, True
         layout = options.layout()
         self.facts = ModelInfo(
             name="fake",
@@ -185,7 +186,7 @@ class FakeExecutor:
         """What `new_slot` would hold."""
         return slot_bytes(self.facts.layout, num_tokens, self.options.room)
 
-    def decode(self, rows: Sequence[seq.Sequence]) -> list[Sampled]:
+    def decode(self, rows: Sequence[seq.Sequence], chunk: seq.Chunk | None = None) -> list[Sampled]:
         """One token per row; takes 1 / decode_tokens_per_s for all of them."""
         started_at = self._clock()
         out = [self._decode_row(row) for row in rows]

@@ -21,7 +21,8 @@ from typing import Protocol, TypeVar
 from common.backend import ChunkDone, ComputedSegment, Marks
 from common.errors import EngineDead, RequestFailed, StartupError
 from common.request import PromptLogprobs, TokenOutput
-from common.sched.executor import Executor
+from common.sched.budget import JOINT_SIZES
+from common.sched.executor import ChunkResult, Executor
 from common.sched.scheduler import ChoiceEnded, Event, Scheduler, SchedulerLimits
 from common.sched.sequence import Chunk, Sequence
 from common.sched.specs import plan_segments
@@ -167,35 +168,53 @@ class EngineWorker:
             self._wake.wait()
 
     def _step(self) -> bool:
+        self.scheduler.takes_chunks = self.executor.takes_chunks
         batch = self.scheduler.schedule()
         if batch is None:
             return False
         self.num_steps += 1
         self._deliver(list(batch.failed))
-        started_at = decoded_at = time.monotonic()
+        chunk, budget = batch.chunk, self.scheduler.budget
+        joint = chunk if chunk is not None and batch.rows and self._is_joint(chunk) else None
+        started_at = time.monotonic()
         if batch.rows:
-            sampled = self.executor.decode(batch.rows)
-            self.num_output_tokens += len(sampled)
-            self._deliver(self.scheduler.update_rows(batch.rows, sampled))
-            decoded_at = time.monotonic()
-        num_tokens = 0
-        if batch.chunk is not None:
-            num_tokens = batch.chunk.stop - batch.chunk.start
-            self._prefill(batch.chunk)
-        if batch.rows:
-            self.scheduler.budget.note_step(decoded_at - started_at, num_tokens, time.monotonic() - decoded_at)
+            self._decode(batch.rows, joint)
+            if self.executor.is_settled and joint is None:
+                budget.note_quiet(len(batch.rows), time.monotonic() - started_at)
+        if chunk is not None and joint is None:
+            self._prefill(chunk)
+        if chunk is not None and batch.rows:
+            num_tokens, step_s = chunk.stop - chunk.start, time.monotonic() - started_at
+            budget.note_chunk(num_tokens, len(batch.rows), step_s, is_settled=self.executor.is_settled)
         return True
 
-    def _prefill(self, chunk: Chunk) -> None:
-        seq, marks = chunk.seq, _owner(chunk.seq).marks
+    def _is_joint(self, chunk: Chunk) -> bool:
+        """Whether the chunk can share the forward of the decode rows."""
+        size = chunk.stop - chunk.start
+        is_plain = chunk.seq.sampling is not None and not chunk.has_logits
+        return is_plain and size <= JOINT_SIZES[-1] and self.executor.takes_chunks
+
+    def _decode(self, rows: tuple[Sequence, ...], chunk: Chunk | None) -> None:
         started_at = time.monotonic()
-        marks.prefill_started_at = marks.prefill_started_at or started_at
+        sampled = self.executor.decode(rows, chunk)
+        self.num_output_tokens += len(sampled)
+        self._deliver(self.scheduler.update_rows(rows, sampled))
+        if chunk is not None:
+            self._chunk_done(chunk, ChunkResult(), started_at)
+
+    def _prefill(self, chunk: Chunk) -> None:
+        started_at = time.monotonic()
         try:
             result = self.executor.prefill(chunk, self._layer_hook(chunk))
         except RequestFailed as e:
-            self.scheduler.cancel(seq.owner)
-            self._deliver([(seq, e)])
+            self.scheduler.cancel(chunk.seq.owner)
+            self._deliver([(chunk.seq, e)])
             return
+        self._chunk_done(chunk, result, started_at)
+
+    def _chunk_done(self, chunk: Chunk, result: ChunkResult, started_at: float) -> None:
+        seq, marks = chunk.seq, _owner(chunk.seq).marks
+        marks.prefill_started_at = marks.prefill_started_at or started_at
         self.num_prompt_tokens += chunk.stop - chunk.start
         ended_at = time.monotonic()
         if chunk.is_final:

@@ -23,7 +23,7 @@ from common.engine.tape import Summary, Tape
 
 log = logging.getLogger(__name__)
 
-# Batch sizes whose programs are kept, each with the activations of a step and two dozen kilobytes per layer.
+# Numbers of rows whose programs are kept, each with the activations of a step and two dozen kilobytes per layer.
 MAX_PROGRAMS = 64
 # A recording takes about two steps' time, the second with what is made of it about four: not for rare batch sizes.
 NUM_BEFORE = 3
@@ -33,7 +33,7 @@ Run = Callable[[], torch.Tensor]
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known about one number of rows."""
+    """What is known about one number of rows, and of rows with logits."""
 
     fixed: object = None  # the recurrent states that it is about
     num_seen: int = 0
@@ -46,16 +46,19 @@ class Replay:
 
     Attributes:
         num_repeated: forwards that ran without the model's code.
+        is_settled: the last forward is like all further ones of its kind.
     """
 
     def __init__(self) -> None:
         self.reason = ""
         self.num_repeated = 0
+        self.is_settled = True
         self._arena = Arena()
-        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
 
     def forward(self, context: SlotContext, inputs: tuple[torch.Tensor, ...], run: Run) -> torch.Tensor:
         """Logits of decode rows, valid until the next forward; `run` computes them from `inputs` as the model does."""
+        self.is_settled = True
         if self.reason:
             return run()
         entry = self._entry(context)
@@ -64,19 +67,20 @@ class Replay:
             self.num_repeated += 1
             with _current(context):
                 return entry.program.run(*inputs)
+        self.is_settled = False
         if entry.num_seen <= NUM_BEFORE:
             return run()
         return self._record(entry, context, inputs, run)
 
     def _entry(self, context: SlotContext) -> _Entry:
-        num_rows = len(context.slots)
-        entry = self._entries.get(num_rows)
+        kind = (len(context.slots), context.num_sampled)
+        entry = self._entries.get(kind)
         if entry is not None and entry.fixed is not context.fixed:
             self._entries.clear()  # the memory of recurrent states has moved
             entry = None
         if entry is None:
-            entry = self._entries[num_rows] = _Entry(context.fixed)
-        self._entries.move_to_end(num_rows)
+            entry = self._entries[kind] = _Entry(context.fixed)
+        self._entries.move_to_end(kind)
         if len(self._entries) > MAX_PROGRAMS:
             self._entries.popitem(last=False)
         return entry

@@ -138,7 +138,10 @@ class Runner:
             eos_token_ids=loaded.eos_token_ids,
             numerics=self._numerics(kv_dtype),
         )
+        self.is_settled, self._num_sampled = True, 0
         self._model.set_attn_implementation(ATTENTION_NAME)
+        if (output := self._model.get_output_embeddings()) is not None:
+            output.register_forward_pre_hook(self._keep_sampled)
         check_same(logits, self._probe_slots, (options.dtype, kv_dtype))
 
     def new_slot(self, num_tokens: int) -> SlotState:
@@ -153,15 +156,36 @@ class Runner:
         """What `new_slot` would hold, by layer kind."""
         return slot_bytes(self._layout, num_tokens, self._options.room)
 
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether a chunk's tokens can be further rows of a decode step: kernels attend, no state is recurrent."""
+        return self._attention is not None and not self._fixed.num_bytes and not self._replay.reason
+
     @torch.inference_mode()
-    def decode(self, rows: Sequence[seq.Sequence]) -> list[Sampled]:
-        """Compute each row's last token and sample the next, in order."""
-        starts = [row.num_computed_tokens for row in rows]
+    def decode(self, rows: Sequence[seq.Sequence], chunk: seq.Chunk | None = None) -> list[Sampled]:
+        """Compute each row's last token and sample the next, in order; and the state of a chunk."""
+        slots, starts = _own([row.slot for row in rows]), [row.num_computed_tokens for row in rows]
         ids = [[row.tokens[start]] for row, start in zip(rows, starts, strict=True)]
-        context = self._rows_context(_own([row.slot for row in rows]), starts)
+        if chunk is not None:
+            [slot] = _own([chunk.seq.slot])
+            slot.locate(chunk.start, chunk.stop)
+            slots += [slot] * (chunk.stop - chunk.start)
+            starts += range(chunk.start, chunk.stop)
+            ids += [[token] for token in chunk.seq.tokens[chunk.start : chunk.stop]]
+        context = self._rows_context(slots, starts)
         inputs = self._inputs(ids, context)
-        logits = self._replay.forward(context, inputs, lambda: self._run(self._model, inputs, context).logits)
-        return sample(logits[:, -1], rows, self.facts.eos_token_ids)
+        self._num_sampled = context.num_sampled = len(rows)
+        try:
+            logits = self._replay.forward(context, inputs, lambda: self._run(self._model, inputs, context).logits)
+        finally:
+            self._num_sampled = 0
+        self.is_settled = self._replay.is_settled
+        return sample(logits[: len(rows), -1], rows, self.facts.eos_token_ids)
+
+    def _keep_sampled(self, _module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        """Only rows that sample go through the output layer."""
+        num, hidden = self._num_sampled, args[0]
+        return (hidden[:num],) if 0 < num < hidden.shape[0] else None
 
     @torch.inference_mode()
     def prefill(self, chunk: seq.Chunk, on_layer: Callable[[int], None]) -> ChunkResult:

@@ -67,6 +67,7 @@ class SlotContext:
         fixed: recurrent states of the rows, when the model has any.
         is_chunk: one sequence's chunk; else decode rows.
         on_layer: told each state number, in order, once its new state is in the slots.
+        num_sampled: how many of the rows, the first, get logits; 0 means all.
         stops_early: the forward may be abandoned when all state is written.
         latents: weights for attention over latents, by state number (common/engine/latent.py).
         rows: writes and attends, when kernels do that for decode rows.
@@ -78,6 +79,7 @@ class SlotContext:
     length: int
     fixed: FixedRows | None = None
     is_chunk: bool = False
+    num_sampled: int = 0
     on_layer: Callable[[int], None] | None = None
     stops_early: bool = False
     latents: dict[int, Any] = field(default_factory=dict)

@@ -96,16 +96,16 @@ class SlotState:
         state = self._layers[layer]
         return [t[first - state.base : stop - state.base] for t in state.tensors]
 
-    def locate(self, start: int) -> Located:
-        """Where the rows lie, once there is room for one at `start` in every layer.
+    def locate(self, start: int, stop: int = 0) -> Located:
+        """Where the rows lie, once there is room in every layer for new ones in [start, stop), by default for one.
 
         Raises:
             RequestFailed: the slot was freed.
             ValueError: `start` does not fit, or a row that it needs is no longer kept.
         """
-        found = self._located
-        if found is None or not found.first <= start < found.stop:
-            found = self._located = self._locate(start)
+        found, stop = self._located, stop or start + 1
+        if found is None or not (found.first <= start and stop <= found.stop):
+            found = self._located = self._locate(start, stop)
         return found
 
     # -- the Slot protocol
@@ -198,7 +198,7 @@ class SlotState:
         state.tensors, state.base = fresh, first
         self._located = None
 
-    def _locate(self, start: int) -> Located:
+    def _locate(self, start: int, end: int) -> Located:
         if not self._layers or self._parked:
             raise RequestFailed("the sequence is gone, and its state memory with it")
         first, stop, tensors = 0, self._num_tokens, []
@@ -206,8 +206,8 @@ class SlotState:
         for number, (state, spec) in enumerate(zip(self._layers, self._layout.states, strict=True)):
             if not spec.is_rows:
                 continue
-            if start + 1 - state.base > state.tensors[0].shape[0]:
-                self._slide(state, spec, start, start + 1)
+            if end - state.base > state.tensors[0].shape[0]:
+                self._slide(state, spec, start, end)
             if spec.needed_from(start) < state.base:
                 raise ValueError(f"layer number {number} no longer has the rows that a token at {start} attends to")
             first = max(first, state.base + spec.window - 1 if state.base else 0)

@@ -67,9 +67,18 @@ class ChunkResult:
 
 
 class Executor(Protocol):
-    """Runs forwards. `new_slot` may be called from any thread, the rest on the engine thread only."""
+    """Runs forwards. `new_slot` may be called from any thread, the rest on the engine thread only.
+
+    Attributes:
+        takes_chunks: `decode` can compute a small chunk in the same forward.
+        is_settled: the last `decode` took as long as others like it will (a first one may take longer).
+    """
 
     facts: ModelInfo
+    is_settled: bool
+
+    @property
+    def takes_chunks(self) -> bool: ...
 
     def new_slot(self, num_tokens: int) -> Slot:
         """State memory for a sequence of up to `num_tokens` tokens."""
@@ -77,8 +86,11 @@ class Executor(Protocol):
     def slot_bytes(self, num_tokens: int) -> dict[str, int]:
         """What `new_slot` would hold, by layer kind."""
 
-    def decode(self, rows: Sequence[seq.Sequence]) -> list[Sampled]:
-        """Compute the one uncomputed token of every row and sample the next, in the order given."""
+    def decode(self, rows: Sequence[seq.Sequence], chunk: seq.Chunk | None = None) -> list[Sampled]:
+        """Compute the one uncomputed token of every row and sample the next, in the order given.
+
+        With it the state of `chunk`, another sequence's, if `takes_chunks`.
+        """
 
     def prefill(self, chunk: seq.Chunk, on_layer: Callable[[int], None]) -> ChunkResult:
         """Compute a chunk. `on_layer(n)` is called as soon as layer number n's rows are in the slot, in order of n."""

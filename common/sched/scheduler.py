@@ -58,6 +58,7 @@ class Scheduler:
         self.accounts = SlotAccounts()
         self.budget = TokenBudget(limits.chunk_tokens, limits.token_budget, limits.max_stretch)
         self.num_preemptions = 0
+        self.takes_chunks = False  # whether the engine computes small chunks with the decode rows
         self._eos = frozenset(eos_token_ids)
         self._prefilling: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -131,8 +132,8 @@ class Scheduler:
         """The next step, or None when nothing can run."""
         failed: list[tuple[Sequence, RequestFailed]] = []
         rows = self._choose_rows(failed)
-        seq = self._next_prefill()
-        chunk = self._chunk(seq, has_rows=bool(rows)) if seq is not None else None
+        seq = None if rows and self._prefilling and self.budget.wants_quiet() else self._next_prefill()
+        chunk = self._chunk(seq, len(rows)) if seq is not None else None
         return Batch(rows, chunk, tuple(failed)) if rows or chunk or failed else None
 
     def _choose_rows(self, failed: list[tuple[Sequence, RequestFailed]]) -> tuple[Sequence, ...]:
@@ -183,9 +184,11 @@ class Scheduler:
         seq.last_turn = self._num_turns
         return seq
 
-    def _chunk(self, seq: Sequence, *, has_rows: bool) -> Chunk:
+    def _chunk(self, seq: Sequence, num_rows: int) -> Chunk:
         limits = self.limits
-        size = self.budget.tokens if has_rows else limits.chunk_tokens
+        size = limits.chunk_tokens
+        if num_rows:
+            size = (self.takes_chunks and self.budget.joint_tokens(num_rows)) or self.budget.tokens(num_rows)
         if seq.prompt_logprobs is not None:
             size = min(size, limits.max_logit_rows)
         start = seq.num_computed_tokens

@@ -268,3 +268,38 @@ def test_impossible_tokens_do_not_keep_a_batch_from_being_repeated(tools) -> Non
     own._model.lm_head.register_forward_hook(lambda _m, _a, out: out.index_fill(-1, torch.tensor([5]), -torch.inf))
     decode(own)
     assert own._replay.num_repeated >= NUM_STEPS // 2
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3Text", "Mistral", "GptOss", "DeepseekV3", "Qwen3Moe"])
+def test_a_chunk_shares_the_forward_of_decode_rows(tools, family) -> None:
+    """Its rows are what a chunk alone computes, and the decode rows do not notice it."""
+    alone, joint = (make_runner(tools, FAMILIES[family].model()) for _ in range(2))
+    alone._replay.reason = "not wanted"
+    assert joint.takes_chunks
+    prompt = [3 + (5 * i) % 90 for i in range(90)]
+    pairs = []
+    for own in (alone, joint):
+        sampling = SamplingParams(max_tokens=99, temperature=0.0)
+        rows = [seq.Sequence(n, None, [3 + n, 9, 4][: n + 1], own.new_slot(120), sampling) for n in range(3)]
+        pairs.append((rows, seq.Sequence(9, None, list(prompt), own.new_slot(120), sampling)))
+    sizes = [8] * 9 + [3, 5, 1, 8]
+    for step, size in enumerate(sizes):
+        start = sum(sizes[:step])
+        for own, (rows, long) in zip((alone, joint), pairs, strict=True):
+            chunk = seq.Chunk(long, start, start + size)
+            if own is alone:
+                sampled = own.decode(rows)
+                own.prefill(chunk, lambda _layer: None)
+            else:
+                sampled = own.decode(rows, chunk)
+            for row, out in zip(rows, sampled, strict=True):
+                row.num_computed_tokens += 1
+                if row.num_computed_tokens == len(row.tokens):
+                    row.tokens.append(out.token_id)
+            long.num_computed_tokens = start + size
+    assert [row.tokens for row in pairs[0][0]] == [row.tokens for row in pairs[1][0]]
+    assert joint._replay.num_repeated >= 3
+    for number, spec in enumerate(alone.facts.layout.states):
+        first, stop = spec.needed_from(sum(sizes)), sum(sizes)
+        for own, other in zip(*(long.slot.read(number, first, stop) for _, long in pairs), strict=True):
+            assert torch.allclose(own, other, atol=2e-4, rtol=1e-3), (number, (own - other).abs().max())
