@@ -22,7 +22,7 @@ QUIET_EVERY = 24
 # How fast the averages follow, and how far one step may move the budget.
 WEIGHT = 0.3
 MAX_CHANGE = 2.0
-# A joint size is kept while it is at most so much too large: preparing for another takes time.
+# A joint size is kept while it is at most so much too large: preparing for another is slow.
 MIN_CHANGE = 0.9
 
 

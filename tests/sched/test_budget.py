@@ -84,7 +84,7 @@ def test_it_knows_the_rate_beside_running_streams():
 
 @pytest.mark.parametrize(
     ("token_s", "size"),
-    [(0.02, 8), (0.0065, 8), (0.0055, 16), (0.004, 16), (0.003, 24), (0.0018, 32), (0.0015, 48), (0.001, 64)],
+    [(0.02, 8), (0.0065, 8), (0.0055, 16), (0.004, 16), (0.003, 24), (0.0018, 32), (0.0015, 48), (0.0013, 64)],
 )
 def test_joint_chunks_have_one_of_a_few_sizes_and_keep_it(token_s, size):
     budget = TokenBudget(256)
