@@ -195,15 +195,21 @@ class EngineWorker:
         return is_plain and size <= JOINT_SIZES[-1] and self.executor.takes_chunks
 
     def _decode(self, rows: tuple[Sequence, ...], chunk: Chunk | None) -> None:
-        started_at = time.monotonic()
+        started_at = self._chunk_starts(chunk) if chunk is not None else 0.0
         sampled = self.executor.decode(rows, chunk)
         self.num_output_tokens += len(sampled)
         self._deliver(self.scheduler.update_rows(rows, sampled))
         if chunk is not None:
             self._chunk_done(chunk, ChunkResult(), started_at)
 
+    def _chunk_starts(self, chunk: Chunk) -> float:
+        """Segments leave while the chunk is computed: whoever sends them must know by then that it began."""
+        started_at, marks = time.monotonic(), _owner(chunk.seq).marks
+        marks.prefill_started_at = marks.prefill_started_at or started_at
+        return started_at
+
     def _prefill(self, chunk: Chunk) -> None:
-        started_at = time.monotonic()
+        started_at = self._chunk_starts(chunk)
         try:
             result = self.executor.prefill(chunk, self._layer_hook(chunk))
         except RequestFailed as e:
@@ -214,7 +220,6 @@ class EngineWorker:
 
     def _chunk_done(self, chunk: Chunk, result: ChunkResult, started_at: float) -> None:
         seq, marks = chunk.seq, _owner(chunk.seq).marks
-        marks.prefill_started_at = marks.prefill_started_at or started_at
         self.num_prompt_tokens += chunk.stop - chunk.start
         ended_at = time.monotonic()
         if chunk.is_final:
