@@ -396,7 +396,7 @@ async def test_failure_of_one_sequence_spares_the_others(lab, tools, monkeypatch
 async def test_unexpected_error_kills_the_engine(lab, tools, monkeypatch):
     backend = await lab.backend(8)
 
-    def decode(rows):
+    def decode(rows, chunk=None):
         raise RuntimeError("the device fell off the bus")
 
     monkeypatch.setattr(backend.executor, "decode", decode)

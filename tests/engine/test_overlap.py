@@ -49,7 +49,7 @@ async def test_decode_rows_do_not_wait_for_the_chunk_of_their_step(make_lab, too
     backend = await make_lab("fake").backend(8, token_budget=4)
     order: list[str] = []
     decode, prefill, call = backend.executor.decode, backend.executor.prefill, backend.worker._call
-    backend.executor.decode = lambda rows: order.append("decode") or decode(rows)
+    backend.executor.decode = lambda rows, chunk: order.append("decode") or decode(rows, chunk)
     backend.executor.prefill = lambda chunk, hook: order.append("chunk") or prefill(chunk, hook)
     backend.worker._call = lambda f, a: order.append("out") or call(f, a)
     running = await backend.open(tools.request(tools.prompt(1), max_tokens=30))
