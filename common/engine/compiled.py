@@ -1,7 +1,7 @@
 """torch.compile for the parts of a model that hold no state, as an option; falls back to the model as it is.
 
 Whole layers are not compiled: the graph breaks at their state, and torch compiles each layer anew for minutes. On the
-CPUs measured the option did not pay (docs/performance.md); it is there for devices where it does. Used by the runner.
+CPUs measured the option did not pay; it is there for devices where it does. Used by the runner.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from common.engine.kernels import relative_difference
+
 log = logging.getLogger(__name__)
+
+# Largest change of the model's output, relative to its range.
+TOLERANCE = 1e-2
 
 
 def compile_parts(model: nn.Module, run: Callable[[Any], torch.Tensor]) -> str:
@@ -28,8 +33,8 @@ def compile_parts(model: nn.Module, run: Callable[[Any], torch.Tensor]) -> str:
         for part in parts:
             part.compile(dynamic=True)
         after = _outputs(model, run)
-        scale = float(before.max() - before.min()) or 1.0
-        reason = "" if (before - after).abs().max() <= 1e-2 * scale else "the compiled parts give another result"
+        is_same = relative_difference(before, after) <= TOLERANCE
+        reason = "" if is_same else "the compiled parts give another result"
     except Exception as e:  # noqa: BLE001 - dynamo and its back ends raise whatever they like
         reason = f"{type(e).__name__}: {' '.join(str(e).split()[:30])}"
     finally:

@@ -104,7 +104,7 @@ class FixedBatch:
         """One batch of these slots, in order. The slots' rows become part of it."""
         moved = [i for i, slot in enumerate(slots) if not self._holds(i, slot)]
         if moved or len(slots) < len(self._held):
-            self._let_go({i for i in range(len(slots)) if i not in set(moved)})
+            self._let_go(set(range(len(slots))).difference(moved))
             self._grow(len(slots), slots[0].fixed.device)
             for i in moved:
                 row = self._memory[i]

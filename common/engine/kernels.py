@@ -158,8 +158,7 @@ def accelerate(
     calls.clear()
     _release(model)
     after = _output(model, run or short_forward)
-    scale = float(before.max() - before.min()) or 1.0
-    difference = float((before - after).abs().max()) / scale
+    difference = relative_difference(before, after)
     if not difference <= TOLERANCE[weights]:
         raise EngineError(f"accelerated layers change this model's output by {difference:.2g} of its range")
     return swapped.report(difference)
@@ -270,6 +269,11 @@ def _output(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def relative_difference(own: torch.Tensor, found: torch.Tensor) -> float:
+    """The largest difference, relative to the range of `own`; NaN if either has one."""
+    return float((own - found).abs().max()) / (float(own.max() - own.min()) or 1.0)
 
 
 def short_forward(model: Any) -> torch.Tensor:

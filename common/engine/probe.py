@@ -21,6 +21,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from common.engine.kernels import relative_difference
 from common.engine.latent import is_latent
 from common.engine.slot_cache import CONV, RECURRENT
 from common.errors import StartupError
@@ -132,8 +133,7 @@ def check_same(own: torch.Tensor, ours: Callable[[], torch.Tensor], dtypes: tupl
         found = ours()
     except Exception as e:
         raise StartupError(f"this model cannot run on our state layers: {type(e).__name__}: {e}") from e
-    scale = float(own.max() - own.min()) or 1.0
-    difference = float((own - found).abs().max()) / scale
+    difference = relative_difference(own, found)
     limit = max(TOLERANCE[d] for d in dtypes)
     if not difference <= limit:
         raise StartupError(

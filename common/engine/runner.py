@@ -138,7 +138,7 @@ class Runner:
             eos_token_ids=loaded.eos_token_ids,
             numerics=self._numerics(kv_dtype),
         )
-        self.is_settled, self._num_sampled = True, 0
+        self._num_sampled = 0
         self._model.set_attn_implementation(ATTENTION_NAME)
         if (output := self._model.get_output_embeddings()) is not None:
             output.register_forward_pre_hook(self._keep_sampled)
@@ -161,6 +161,11 @@ class Runner:
         """Whether a chunk's tokens can be further rows of a decode step: kernels attend, no state is recurrent."""
         return self._attention is not None and not self._fixed.num_bytes and not self._replay.reason
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the last `decode` took as long as others like it will: it was not one that is recorded."""
+        return self._replay.is_settled
+
     @torch.inference_mode()
     def decode(self, rows: Sequence[seq.Sequence], chunk: seq.Chunk | None = None) -> list[Sampled]:
         """Compute each row's last token and sample the next, in order; and the state of a chunk."""
@@ -179,7 +184,6 @@ class Runner:
             logits = self._replay.forward(context, inputs, lambda: self._run(self._model, inputs, context).logits)
         finally:
             self._num_sampled = 0
-        self.is_settled = self._replay.is_settled
         return sample(logits[: len(rows), -1], rows, self.facts.eos_token_ids)
 
     def _keep_sampled(self, _module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:

@@ -75,10 +75,12 @@ class Executor(Protocol):
     """
 
     facts: ModelInfo
-    is_settled: bool
 
     @property
     def takes_chunks(self) -> bool: ...
+
+    @property
+    def is_settled(self) -> bool: ...
 
     def new_slot(self, num_tokens: int) -> Slot:
         """State memory for a sequence of up to `num_tokens` tokens."""
