@@ -25,7 +25,7 @@ from common.errors import EXIT_CONFIG, EXIT_OK, EXIT_STARTUP, EXIT_USAGE, Config
 from common.release import version
 from common.units import parse_duration, parse_rate
 
-# Turns of the loop in which an OpenMP thread waits for work before it sleeps; the best of 0 to 300,000 for decode steps.
+# Turns of the loop in which an OpenMP thread waits for work before it sleeps: the best of 0 to 300,000 for decoding.
 SPIN_COUNT = "10000"
 C = TypeVar("C", bound=SharedConfig)
 Handler = Callable[[dict[str, Any]], Awaitable[Any]]
