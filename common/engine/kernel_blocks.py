@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 
-from common.engine.kernel_llvm import LANES, VECTOR, Code, add, shuffle, splat, tree
+from common.engine.kernel_llvm import FMA, LANES, VECTOR, Code, add, splat, totals, tree
 
 GROUP = 3  # query heads that share one pass over keys or values
 BLOCK = 64  # tokens of a block: its keys and values stay in a core's second-level cache while all heads attend to them
@@ -22,12 +22,12 @@ _LN2 = (0.693145751953125, 1.4286068203e-06)
 _EXP_LOWEST = -87.0  # below it, e^x is taken as 0: with a sum of at least 1, no result can tell
 _ROUND = 12582912.0  # 1.5 * 2^23: adding it leaves a rounded number in the low bits
 
-_MASK = f"<{LANES} x i1>"
+_MASK, INTS = f"<{LANES} x i1>", f"<{LANES} x i32>"
 DECLARATIONS = (
     "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)",
-    f"declare {VECTOR} @llvm.fma.v8f32({VECTOR}, {VECTOR}, {VECTOR})",
-    f"declare {VECTOR} @llvm.masked.load.v8f32.p0(ptr, i32, {_MASK}, {VECTOR})",
-    f"declare void @llvm.masked.store.v8f32.p0({VECTOR}, ptr, i32, {_MASK})",
+    FMA,
+    f"declare {VECTOR} @llvm.masked.load.v{LANES}f32.p0(ptr, i32, {_MASK}, {VECTOR})",
+    f"declare void @llvm.masked.store.v{LANES}f32.p0({VECTOR}, ptr, i32, {_MASK})",
 )
 
 
@@ -41,20 +41,20 @@ def functions() -> list[str]:
 
 
 def load(code: Code, base: str, index: str, mask: str = "") -> str:
-    """Eight floats from base[index] on; lanes outside the mask are 0 and are not touched."""
+    """A vector from base[index] on; lanes outside the mask are 0 and are not touched."""
     place = code.at(base, index, "float")
     if not mask:
         return code.value(f"load {VECTOR}, ptr {place}, align 4")
     return code.value(
-        f"call {VECTOR} @llvm.masked.load.v8f32.p0(ptr {place}, i32 4, <8 x i1> {mask}, {VECTOR} zeroinitializer)"
+        f"call {VECTOR} @llvm.masked.load.v{LANES}f32.p0(ptr {place}, i32 4, {_MASK} {mask}, {VECTOR} zeroinitializer)"
     )
 
 
 def store(code: Code, vector: str, base: str, index: str, mask: str = "") -> None:
-    """Eight floats to base[index] on; lanes outside the mask are not touched."""
+    """A vector to base[index] on; lanes outside the mask are not touched."""
     place = code.at(base, index, "float")
     if mask:
-        code.do(f"call void @llvm.masked.store.v8f32.p0({VECTOR} {vector}, ptr {place}, i32 4, <8 x i1> {mask})")
+        code.do(f"call void @llvm.masked.store.v{LANES}f32.p0({VECTOR} {vector}, ptr {place}, i32 4, {_MASK} {mask})")
     else:
         code.do(f"store {VECTOR} {vector}, ptr {place}, align 4")
 
@@ -62,15 +62,15 @@ def store(code: Code, vector: str, base: str, index: str, mask: str = "") -> Non
 def lanes_below(code: Code, num: str) -> str:
     """A mask of the first `num` lanes, an i64 of any size that fits 32 bits."""
     small = code.value(f"trunc i64 {num} to i32")
-    first = code.value(f"insertelement <8 x i32> poison, i32 {small}, i32 0")
-    every = code.value(f"shufflevector <8 x i32> {first}, <8 x i32> poison, <8 x i32> zeroinitializer")
+    first = code.value(f"insertelement {INTS} poison, i32 {small}, i32 0")
+    every = code.value(f"shufflevector {INTS} {first}, {INTS} poison, {INTS} zeroinitializer")
     lanes = ", ".join(f"i32 {i}" for i in range(LANES))
-    return code.value(f"icmp slt <8 x i32> <{lanes}>, {every}")
+    return code.value(f"icmp slt {INTS} <{lanes}>, {every}")
 
 
 def fma(code: Code, a: str, b: str, c: str) -> str:
     """a * b + c, rounded once."""
-    return code.value(f"call {VECTOR} @llvm.fma.v8f32({VECTOR} {a}, {VECTOR} {b}, {VECTOR} {c})")
+    return code.value(f"call {VECTOR} @llvm.fma.v{LANES}f32({VECTOR} {a}, {VECTOR} {b}, {VECTOR} {c})")
 
 
 def _constant(number: float) -> str:
@@ -103,23 +103,11 @@ def exp(code: Code, x: str) -> str:
     square = code.value(f"fmul {VECTOR} {rest}, {rest}")
     value = add(code, fma(code, square, series, rest), _constant(1.0))
     # The low bits of `turned` are the exponent of 2; 127 of it in place is 1.0.
-    exponent = code.value(f"shl <8 x i32> {code.value(f'bitcast {VECTOR} {turned} to <8 x i32>')}, splat (i32 23)")
-    power = code.value(f"add <8 x i32> {exponent}, splat (i32 {127 << 23})")
-    value = code.value(f"fmul {VECTOR} {value}, {code.value(f'bitcast <8 x i32> {power} to {VECTOR}')}")
+    exponent = code.value(f"shl {INTS} {code.value(f'bitcast {VECTOR} {turned} to {INTS}')}, splat (i32 23)")
+    power = code.value(f"add {INTS} {exponent}, splat (i32 {127 << 23})")
+    value = code.value(f"fmul {VECTOR} {value}, {code.value(f'bitcast {INTS} {power} to {VECTOR}')}")
     below = code.value(f"fcmp olt {VECTOR} {x}, {_constant(_EXP_LOWEST)}")
-    return code.value(f"select <8 x i1> {below}, {VECTOR} zeroinitializer, {VECTOR} {value}")
-
-
-def _totals(code: Code, sums: list[str]) -> str:
-    """The sums of four vectors' lanes, added in the order that `tree` has, as one <4 x float>."""
-    pairs = []
-    for a, b in (sums[:2], sums[2:]):
-        low, high = shuffle(code, a, b, (0, 1, 2, 3, 8, 9, 10, 11)), shuffle(code, a, b, (4, 5, 6, 7, 12, 13, 14, 15))
-        pairs.append(add(code, low, high))
-    a, b = pairs
-    low, high = shuffle(code, a, b, (0, 1, 8, 9, 4, 5, 12, 13)), shuffle(code, a, b, (2, 3, 10, 11, 6, 7, 14, 15))
-    both = add(code, low, high)
-    return add(code, shuffle(code, both, "poison", (0, 4, 2, 6)), shuffle(code, both, "poison", (1, 5, 3, 7)), 4)
+    return code.value(f"select {_MASK} {below}, {VECTOR} zeroinitializer, {VECTOR} {value}")
 
 
 # -- one block, `heads` query heads of one key head
@@ -136,15 +124,11 @@ def _scores(heads: int) -> str:
     def score(token: str, tokens: int) -> None:
         keys = [code.at("%keys", code.number("mul", "%stride", token), "float")]
         keys += [code.at(keys[0], code.number("mul", "%stride", i), "float") for i in range(1, tokens)]
-        ahead = [code.at(key, code.number("mul", "%stride", AHEAD), "float") for key in keys[: tokens // 2]]
+        ahead = [code.at(key, code.number("mul", "%stride", AHEAD), "float") for key in keys if tokens > 1]
 
         def step(column: str, sums: list[str], mask: str = "") -> list[str]:
             if ahead and not mask:
-                # Two vectors share a line of the cache: even ones ask for the first two keys, odd ones for the others.
-                odd = code.number("lshr", code.number("mul", code.number("and", column, LANES), "%stride"), 2)
-                for key in ahead:
-                    line = code.at(key, code.number("add", column, odd), "float")
-                    code.do(f"call void @llvm.prefetch.p0(ptr {line}, i32 0, i32 3, i32 1)")
+                _ask_ahead(code, ahead, column)
             fresh, q = list(sums), [load(code, query, column) for query in queries]
             for i, key in enumerate(keys):
                 k = load(code, key, column, mask)
@@ -163,13 +147,23 @@ def _scores(heads: int) -> str:
             if tokens == 1:
                 code.do(f"store float {tree(code, own[0], add)}, ptr {place}, align 4")
             else:
-                code.do(f"store <4 x float> {_totals(code, own)}, ptr {place}, align 4")
+                code.do(f"store <4 x float> {totals(code, own)}, ptr {place}, align 4")
 
     token = code.each(code.number("sub", "%num", TOKENS - 1), lambda token: score(token, TOKENS), step=TOKENS)
     code.each("%num", lambda token: score(token, 1), start=token)
     code.do("ret void")
     args = "ptr %keys, i64 %stride, i64 %num, ptr noalias %query, i64 %padded, i64 %dim, ptr noalias %out"
     return code.function(f"internal void @scores_{heads}({args}) noinline nounwind")
+
+
+def _ask_ahead(code: Code, keys: list[str], column: str) -> None:
+    """Ask for the lines of four later keys. Two vectors of 8 share a line: each asks for two of the keys then."""
+    asked, place = keys[: len(keys) * LANES // 16], column
+    if LANES == 8:
+        odd = code.number("lshr", code.number("mul", code.number("and", column, LANES), "%stride"), 2)
+        place = code.number("add", column, odd)
+    for key in asked:
+        code.do(f"call void @llvm.prefetch.p0(ptr {code.at(key, place, 'float')}, i32 0, i32 3, i32 1)")
 
 
 def _softmax() -> str:

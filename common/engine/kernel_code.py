@@ -12,17 +12,34 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.engine.kernel_llvm import LANES, VECTOR, Code, Once, add, compile_module, entry_code, splat, tree
+from common.engine.kernel_llvm import (
+    FMA,
+    LANES,
+    VECTOR,
+    Code,
+    Once,
+    add,
+    compile_module,
+    entry_code,
+    splat,
+    totals,
+    tree,
+)
 
-ROWS = 3  # rows of W in a tile; ROWS * MAX_X accumulators, ROWS weights and one x fill 16 vector registers
-MAX_X = 4  # rows of x that one pass over a tile serves
+# Rows of W in a tile, and rows of x that one pass over it serves: ROWS * MAX_X accumulators, ROWS weights and one x
+# fill the registers, which are 16, or 32 of 16 lanes.
+ROWS, MAX_X = (3, 4) if LANES == 8 else (4, 6)
 # From so many rows of x on, a block is unpacked to float32 once instead of in every pass.
-UNPACK_FROM = {"float32": 1 << 62, "bfloat16": 32, "int8": 16, "int4": 6}
+UNPACK_FROM = {"float32": 1 << 62} | (
+    {"bfloat16": 32, "int8": 16, "int4": 6} if LANES == 8 else {"bfloat16": 96, "int8": 96, "int4": 48}
+)
 PREFETCH_BYTES = 4096  # how far ahead in the tile's stream
 
 # Weights of each row in a chunk, and the bytes of a chunk.
-STEPS = {"float32": 8, "bfloat16": 16, "int8": 32, "int4": 32}
-CHUNK_BYTES = {"float32": ROWS * 32, "bfloat16": ROWS * 32, "int8": ROWS * (4 + 32), "int4": ROWS * (4 + 4 + 16)}
+STEPS = {"float32": LANES, "bfloat16": 2 * LANES, "int8": 32, "int4": 32}
+LINE = 4 * LANES  # bytes of a vector
+CHUNK_BYTES = {"float32": ROWS * LINE, "bfloat16": ROWS * LINE, "int8": ROWS * (4 + 32), "int4": ROWS * (4 + 4 + 16)}
+INTS, BYTES = f"<{LANES} x i32>", f"<{LANES} x i8>"
 
 # Slots (int64) of a plan: the same for every call; then SEGMENT slots per matrix.
 PLAN = ("num_blocks", "block_rows", "num_chunks", "scratch_bytes")
@@ -67,7 +84,7 @@ kernels = Once(_compile, "matrix kernels are not available, torch computes all p
 def source(parallel: int) -> str:
     """The LLVM module; `parallel` is the address of GOMP_parallel, or 0 where there is none."""
     parts = [
-        f"declare {VECTOR} @llvm.fma.v{LANES}f32({VECTOR}, {VECTOR}, {VECTOR})",
+        FMA,
         "declare i64 @llvm.umin.i64(i64, i64)",
         "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)",
     ]
@@ -78,26 +95,24 @@ def source(parallel: int) -> str:
 
 
 def _weights(code: Code, name: str, chunk: str, row: int, part: int) -> str:
-    """Eight float32 weights of a chunk: those of `row` that meet x[8 * part : 8 * part + 8] of the chunk's step."""
+    """A vector of float32 weights of a chunk: those of `row` that meet x[LANES * part :] of the chunk's step."""
     if name == "float32":
-        return code.value(f"load {VECTOR}, ptr {code.at(chunk, row * 32)}, align 4")
+        return code.value(f"load {VECTOR}, ptr {code.at(chunk, row * LINE)}, align 4")
     if name == "bfloat16":
-        # Weight i and weight 8 + i share a 32-bit word; a bfloat16 is the upper half of a float32.
-        pairs = code.value(f"load <8 x i32>, ptr {code.at(chunk, row * 32)}, align 4")
-        bits = code.value(
-            f"and <8 x i32> {pairs}, splat (i32 -65536)" if part else f"shl <8 x i32> {pairs}, splat (i32 16)"
-        )
-        return code.value(f"bitcast <8 x i32> {bits} to {VECTOR}")
+        # Weight i and weight LANES + i share a 32-bit word; a bfloat16 is the upper half of a float32.
+        pairs = code.value(f"load {INTS}, ptr {code.at(chunk, row * LINE)}, align 4")
+        bits = code.value(f"and {INTS} {pairs}, splat (i32 -65536)" if part else f"shl {INTS} {pairs}, splat (i32 16)")
+        return code.value(f"bitcast {INTS} {bits} to {VECTOR}")
     if name == "int8":
-        small = code.value(f"load <8 x i8>, ptr {code.at(chunk, ROWS * 4 + row * 32 + part * 8)}, align 1")
-        wide = code.value(f"sext <8 x i8> {small} to <8 x i32>")
-        level = code.value(f"sitofp <8 x i32> {wide} to {VECTOR}")
+        small = code.value(f"load {BYTES}, ptr {code.at(chunk, ROWS * 4 + row * 32 + part * LANES)}, align 1")
+        wide = code.value(f"sext {BYTES} {small} to {INTS}")
+        level = code.value(f"sitofp {INTS} {wide} to {VECTOR}")
         return code.value(f"fmul {VECTOR} {level}, {_spread(code, code.at(chunk, row * 4))}")
-    # Byte i of a half chunk holds weights i and 8 + i.
-    small = code.value(f"load <8 x i8>, ptr {code.at(chunk, ROWS * 8 + row * 16 + part // 2 * 8)}, align 1")
-    wide = code.value(f"zext <8 x i8> {small} to <8 x i32>")
-    four = code.value(f"lshr <8 x i32> {wide}, splat (i32 4)" if part % 2 else f"and <8 x i32> {wide}, splat (i32 15)")
-    level = code.value(f"sitofp <8 x i32> {four} to {VECTOR}")
+    # Byte i of LANES holds weights i and LANES + i.
+    small = code.value(f"load {BYTES}, ptr {code.at(chunk, ROWS * 8 + row * 16 + part // 2 * LANES)}, align 1")
+    wide = code.value(f"zext {BYTES} {small} to {INTS}")
+    four = code.value(f"lshr {INTS} {wide}, splat (i32 4)" if part % 2 else f"and {INTS} {wide}, splat (i32 15)")
+    level = code.value(f"sitofp {INTS} {four} to {VECTOR}")
     # A 4-bit level times a scale of 11 bits is exact, so this rounds once, as a fused operation would, but needs one
     # register less.
     product = code.value(f"fmul {VECTOR} {level}, {_spread(code, code.at(chunk, row * 4))}")
@@ -129,7 +144,7 @@ def _tile(name: str, num_x: int) -> str:
                 s = sums[row][m]
                 fresh = f"{s}.next" if part == step // LANES - 1 else f"{s}.{part}"
                 terms = ", ".join(f"{VECTOR} {term}" for term in (weights[row], x, last[s]))
-                code.do(f"{fresh} = call {VECTOR} @llvm.fma.v8f32({terms})")
+                code.do(f"{fresh} = call {VECTOR} @llvm.fma.v{LANES}f32({terms})")
                 last[s] = fresh
     code.do("%c.next = add i64 %c, 1", "%more = icmp ult i64 %c.next, %chunks", "br i1 %more, label %loop, label %done")
     code.do("done:")
@@ -139,8 +154,17 @@ def _tile(name: str, num_x: int) -> str:
 
 
 def _store(code: Code, sums: list[list[str]]) -> None:
-    totals = [[tree(code, f"{s}.next", add) for s in row] for row in sums]
-    for row, line in enumerate(totals):
+    """Each row's sums of lanes plus its bias; a whole tile of four rows at once."""
+    if ROWS == 4:
+        code.do("%whole = icmp uge i64 %rows, 4", "br i1 %whole, label %four, label %some", "four:")
+        bias = code.value("load <4 x float>, ptr %bias, align 4")
+        for m in range(len(sums[0])):
+            total = totals(code, [f"{row[m]}.next" for row in sums])
+            place = code.at("%out", code.value(f"mul i64 %n, {m}"), "float")
+            code.do(f"store <4 x float> {add(code, total, bias, 4)}, ptr {place}, align 4")
+        code.do("br label %end", "some:")
+    results = [[tree(code, f"{s}.next", add) for s in row] for row in sums]
+    for row, line in enumerate(results):
         if row:
             code.do(
                 f"%has{row} = icmp ugt i64 %rows, {row}", f"br i1 %has{row}, label %row{row}, label %end", f"row{row}:"
@@ -193,7 +217,7 @@ def _unpack(name: str) -> str:
     to = code.at("%to", code.value(f"mul i64 %c, {parts * CHUNK_BYTES['float32']}"))
     for part in range(parts):
         for row in range(ROWS):
-            place = code.at(to, part * CHUNK_BYTES["float32"] + row * 32)
+            place = code.at(to, part * CHUNK_BYTES["float32"] + row * LINE)
             code.do(f"store {VECTOR} {_weights(code, name, chunk, row, part)}, ptr {place}, align 4")
     code.do("%c.next = add i64 %c, 1", "%more = icmp ult i64 %c.next, %num", "br i1 %more, label %loop, label %end")
     code.do("end:", "ret void")

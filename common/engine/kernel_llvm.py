@@ -14,12 +14,17 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+import torch
+
 log = logging.getLogger(__name__)
 
-LANES = 8
+# Floats of a vector register. torch's own choice for this CPU (ATEN_CPU_CAPABILITY overrides both).
+LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 VECTOR = f"<{LANES} x float>"
+FMA = f"declare {VECTOR} @llvm.fma.v{LANES}f32({VECTOR}, {VECTOR}, {VECTOR})"
 # Below so many multiplications, waking a second thread costs more than it saves.
 MIN_PARALLEL = 1 << 17
+_FEATURES = {8: ("avx2", "fma"), 16: ("avx512f", "avx512bw", "avx512dq", "avx512vl")}
 T = TypeVar("T")
 
 
@@ -57,9 +62,9 @@ def compile_module(source: Callable[[int], str]) -> Any:
     features = llvm.get_host_cpu_features()
     machine_name = platform.machine().lower()
     if sys.byteorder != "little" or not (
-        machine_name in ("aarch64", "arm64") or (features.get("avx2") and features.get("fma"))
+        machine_name in ("aarch64", "arm64") or all(features.get(name) for name in _FEATURES[LANES])
     ):
-        raise RuntimeError(f"{machine_name} without AVX2 and FMA")
+        raise RuntimeError(f"{machine_name} without {', '.join(_FEATURES[LANES])}")
     # torch's own OpenMP threads: a second pool would fight with them for the cores.
     run = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     parallel = (ctypes.cast(run, ctypes.c_void_p).value or 0) if run is not None else 0
@@ -151,7 +156,7 @@ class Code:
 def splat(code: Code, scalar: str) -> str:
     """A float in all lanes."""
     first = code.value(f"insertelement {VECTOR} poison, float {scalar}, i32 0")
-    return code.value(f"shufflevector {VECTOR} {first}, {VECTOR} poison, <8 x i32> zeroinitializer")
+    return code.value(f"shufflevector {VECTOR} {first}, {VECTOR} poison, <{LANES} x i32> zeroinitializer")
 
 
 def shuffle(code: Code, low: str, high: str, lanes: Sequence[int], width: int = LANES) -> str:
@@ -167,11 +172,41 @@ def add(code: Code, a: str, b: str, lanes: int = LANES) -> str:
 
 
 def tree(code: Code, vector: str, combine: Callable[[Code, str, str, int], str]) -> str:
-    """Eight lanes combined into one float, halves with halves."""
-    for lanes in (4, 2, 1):
+    """All lanes combined into one float, halves with halves."""
+    lanes = LANES // 2
+    while lanes:
         low, high = (shuffle(code, vector, "poison", range(i, i + lanes), 2 * lanes) for i in (0, lanes))
         vector = combine(code, low, high, lanes)
+        lanes //= 2
     return code.value(f"extractelement <1 x float> {vector}, i32 0")
+
+
+# How `totals` adds upper lanes to lower ones: the lower, and how far above them the upper are. The first two steps make
+# one vector of two.
+_FOLDS: dict[int, tuple[tuple[tuple[int, ...], int], ...]] = {
+    8: (((0, 1, 2, 3, 8, 9, 10, 11), 4), ((0, 1, 8, 9, 4, 5, 12, 13), 2), ((0, 4, 2, 6), 1)),
+    16: (
+        ((*range(8), *range(16, 24)), 8),
+        ((*range(4), *range(8, 12), *range(16, 20), *range(24, 28)), 4),
+        ((0, 1, 4, 5, 8, 9, 12, 13), 2),
+        ((0, 2, 4, 6), 1),
+    ),
+}
+
+
+def totals(code: Code, sums: Sequence[str]) -> str:
+    """The sums of four vectors' lanes, added in the order that `tree` has, as one <4 x float>."""
+    first, second, *others = _FOLDS[LANES]
+    pairs = [_fold(code, *pair, *first) for pair in (sums[:2], sums[2:])]
+    vector, size = _fold(code, *pairs, *second), LANES
+    for lanes, above in others:
+        vector, size = _fold(code, vector, "poison", lanes, above, size), len(lanes)
+    return vector
+
+
+def _fold(code: Code, a: str, b: str, lanes: Sequence[int], above: int, size: int = LANES) -> str:
+    low, high = shuffle(code, a, b, lanes, size), shuffle(code, a, b, [i + above for i in lanes], size)
+    return add(code, low, high, len(lanes))
 
 
 def entry_code(code: Code, worker: str, call: str, parallel: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from common.engine.kernel_blocks import fma, load, store
-from common.engine.kernel_llvm import LANES, VECTOR, Code, Once, add, compile_module, splat, tree
+from common.engine.kernel_llvm import FMA, LANES, VECTOR, Code, Once, add, compile_module, splat, tree
 from common.engine.tape import recording
 
 Norm = Callable[[int, int, int, int, int, float], None]
@@ -63,7 +63,7 @@ def source(_parallel: int) -> str:
     code.do("ret void")
     arguments = "i64 %x, i64 %weight, i64 %out, i64 %num_rows, i64 %width, float %eps"
     declarations = [
-        f"declare {VECTOR} @llvm.fma.v8f32({VECTOR}, {VECTOR}, {VECTOR})",
+        FMA,
         "declare float @llvm.sqrt.f32(float)",
     ]
     return "\n".join([*declarations, code.function(f"void @rms_norm({arguments}) nounwind")])

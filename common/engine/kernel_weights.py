@@ -134,9 +134,9 @@ def _pack_int4(weight: torch.Tensor, target: torch.Tensor) -> None:
     levels = ((weight - low[..., None]) / scale.clamp_min(_TINY)[..., None]).round_().clamp_(0, 15)
     if not torch.equal(levels * scale[..., None] + low[..., None], weight):
         raise InexactError("the weights are not exact in int4")
-    halves = levels.to(torch.uint8).view(*levels.shape[:3], 2, 2, LANES)
+    halves = levels.to(torch.uint8).view(*levels.shape[:3], -1, 2, LANES)
     both = halves[..., 0, :] | (halves[..., 1, :] << 4)
-    _typed(target[..., ROWS * 8 :], torch.uint8, ROWS, 2, LANES).copy_(both.transpose(1, 2))
+    _typed(target[..., ROWS * 8 :], torch.uint8, ROWS, GROUP // 2 // LANES, LANES).copy_(both.transpose(1, 2))
     _typed(target[..., : ROWS * 4], torch.uint8, ROWS, 4).copy_(_as_bytes(scale))
     _typed(target[..., ROWS * 4 : ROWS * 8], torch.uint8, ROWS, 4).copy_(_as_bytes(low))
 
@@ -161,7 +161,7 @@ def _rows_int4(chunks: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     at = torch.arange(len(row))
     scale = _typed(chunks[..., : ROWS * 4].contiguous(), torch.float32, ROWS)[at, :, row]
     low = _typed(chunks[..., ROWS * 4 : ROWS * 8].contiguous(), torch.float32, ROWS)[at, :, row]
-    both = _typed(chunks[..., ROWS * 8 :], torch.uint8, ROWS, 2, LANES)[at, :, row]
+    both = _typed(chunks[..., ROWS * 8 :], torch.uint8, ROWS, GROUP // 2 // LANES, LANES)[at, :, row]
     levels = torch.stack([both & 15, both >> 4], 3).flatten(2).float()
     return levels * scale[..., None] + low[..., None]
 

@@ -266,6 +266,7 @@ class Runner:
             "weights": "int8" if self._options.weights == "int8" else "exact",
             "compile": str(self._options.compile).lower(),
             "threads": str(torch.get_num_threads()),
+            "vectors": torch.backends.cpu.get_cpu_capability(),
         }
 
 

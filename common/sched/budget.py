@@ -12,11 +12,11 @@ import math
 from dataclasses import dataclass, field
 
 # Smallest chunk of a mixed step, unless the limit is smaller: prompts always advance.
-MIN_TOKENS = 8
+MIN_TOKENS = 4
 # Kernels work on rows by fours.
 MULTIPLE = 4
 # Chunks that share one forward with decode rows have one of these sizes: an engine prepares for each (replay.py).
-JOINT_SIZES = (8, 16, 24, 32, 48, 64)
+JOINT_SIZES = (4, 8, 16, 24, 32, 48, 64)
 # One in so many steps goes without a chunk, to see how long decode rows take alone.
 QUIET_EVERY = 24
 # How fast the averages follow, and how far one step may move the budget.

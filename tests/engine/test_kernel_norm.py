@@ -20,7 +20,7 @@ def norm_of(kind, width: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm])
-@pytest.mark.parametrize("width", [8, 64, 576, 640])
+@pytest.mark.parametrize("width", [16, 64, 576, 640])
 @torch.inference_mode()
 def test_results_are_those_of_the_module(kind, width):
     own, fast = norm_of(kind, width), nn.Sequential(norm_of(kind, width))

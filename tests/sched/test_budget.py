@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.sched.budget import MIN_TOKENS, START_TOKENS, TokenBudget
+from common.sched.budget import AIM, MIN_TOKENS, START_TOKENS, TokenBudget
 
 
 def settle(budget: TokenBudget, decode_s: float, fixed_s: float, token_s: float, steps: int = 60) -> float:
@@ -44,7 +44,7 @@ def test_mixed_steps_use_their_stretch_and_keep_it(token_s, fixed_s):
     elif budget.tokens(4) == 256:
         assert stretch <= 3.01
     else:
-        assert (fixed_s + (MIN_TOKENS + 4) * token_s) / 0.05 > 2
+        assert (fixed_s + (MIN_TOKENS + 4) * token_s) / 0.05 > AIM * 3.0 - 1.0
 
 
 def test_it_follows_a_growing_context_and_a_changed_batch():
@@ -84,13 +84,23 @@ def test_it_knows_the_rate_beside_running_streams():
 
 @pytest.mark.parametrize(
     ("token_s", "size"),
-    [(0.02, 8), (0.0065, 8), (0.0055, 16), (0.004, 16), (0.003, 24), (0.0018, 32), (0.0015, 48), (0.0013, 64)],
+    [
+        (0.03, 4),
+        (0.02, 4),
+        (0.0065, 8),
+        (0.0055, 16),
+        (0.004, 16),
+        (0.003, 24),
+        (0.0018, 32),
+        (0.0015, 48),
+        (0.0013, 64),
+    ],
 )
 def test_joint_chunks_have_one_of_a_few_sizes_and_keep_it(token_s, size):
     budget = TokenBudget(256)
     stretch, sizes = settle_joint(budget, 0.05, token_s)
     assert sizes == {size}
-    assert stretch <= 3.0 or size == 8
+    assert stretch <= 3.0 or size == MIN_TOKENS
 
 
 def test_far_larger_chunks_get_a_forward_of_their_own():
