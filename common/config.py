@@ -98,14 +98,15 @@ class EngineConfig(Section):
     )
     weights: Literal["exact", "int8", "torch"] = key(
         "exact",
-        'How a CPU keeps the matrices: "exact" in the smallest form that loses nothing, with kernels of our own where'
-        ' they can be made; "int8" rounds (32 numbers to a scale), a quarter of the memory and its traffic: other'
-        ' tokens, so set it alike at both ends; "torch" leaves everything to torch.',
+        'How a CPU keeps float32 matrices: "exact" in the smallest form that loses nothing, with kernels of our own'
+        ' where they can be made; "int8" rounds those that need more than 8 bits (32 numbers to a scale), a quarter of'
+        ' the memory and its traffic: other tokens, so set it alike at both ends; "torch" leaves everything to torch,'
+        " which also happens with another dtype.",
     )
     compile: bool = key(
         False,
-        'torch.compile for the parts of the model without state; on a CPU only with weights = "torch". Seconds to'
-        " minutes more at start; where it fails the log says so and the model runs as it is.",
+        'torch.compile for the parts of the model without state; on a CPU only with weights = "torch", and slower'
+        " there. Seconds to minutes more at start; where it fails the log says so and the model runs as it is.",
     )
     threads: int = key(
         0,
@@ -321,6 +322,11 @@ def _check_engine(config: SharedConfig) -> Iterator[Problem]:
         yield Problem(
             ("engine.compile", "engine.weights"),
             f'compiles what torch computes, but weights = "{engine.weights}" on a CPU leaves it nothing: set "torch"',
+        )
+    if engine.weights == "int8" and (engine.dtype != "float32" or engine.device != "cpu"):
+        yield Problem(
+            ("engine.weights", "engine.dtype", "engine.device"),
+            f'"int8" needs dtype = "float32" on device = "cpu", not "{engine.dtype}" on "{engine.device}"',
         )
     if config.fake.window_layers > config.fake.num_layers:
         yield Problem(

@@ -14,6 +14,7 @@ import random
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,13 @@ SEED = 1
 NUM_KEY_QUESTIONS = 16
 FIRST_KEY = task.WORD_IDS[task.KEYS[0]]
 WARMUP_STEPS, LOOK_BACK = 30, 20
+MAX_SKIPPED = 5  # steps in a row
+MAX_LOSS = 1.0  # of answers in the last steps; a model that learned the task is far below
 SETTLING_STAGES = 2  # at the end: the learning rate falls to nothing over them
+
+
+class Diverged(RuntimeError):
+    """The training came to nothing; nothing is imported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +168,15 @@ def _bound_loss(model: KimiLinearForCausalLM, states: tuple[Tensor, ...], batch:
 def train(
     model: KimiLinearForCausalLM, seed: int, curriculum: Sequence[Stage] = CURRICULUM
 ) -> Iterator[tuple[Stage, Losses]]:
-    """Train in place; yields after every step."""
+    """Train in place; yields after every step. A step whose gradient is not finite changes nothing.
+
+    Raises:
+        Diverged: MAX_SKIPPED such steps in a row.
+    """
     rng = random.Random(seed)
     model.lm_head.weight = model.model.embed_tokens.weight
     optimizer = Muon(model.train())
+    num_skipped = 0
     num_steps, num_settling, num_left = 0, *[sum(s.num_steps for s in curriculum[-SETTLING_STAGES:])] * 2
     for at, stage in enumerate(curriculum):
         recent: list[list[float]] = []
@@ -172,8 +184,13 @@ def train(
         for step in range(stage.num_steps):
             terms = _losses(model, rng, stage, step)
             sum(terms[1:], terms[0]).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             num_steps += 1
+            num_skipped = 0 if norm.isfinite() else num_skipped + 1
+            if num_skipped > MAX_SKIPPED:
+                raise Diverged(f"the gradients of steps {num_steps - MAX_SKIPPED} to {num_steps} are not finite")
+            if num_skipped:
+                model.zero_grad()
             optimizer.step(num_left / num_settling * min(1.0, num_steps / WARMUP_STEPS))
             num_left -= at >= len(curriculum) - SETTLING_STAGES
             values = [term.item() for term in terms]
@@ -206,7 +223,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     model = new_model(args.seed)
     _say(f"training {NAME} from seed {args.seed}: about 15 minutes of one core")
-    _watch(train(model, args.seed))
+    try:
+        _watch(train(model, args.seed))
+    except Diverged as error:
+        _say(f"training failed, nothing is imported: {error}; another --seed may do")
+        return 1
     with tempfile.TemporaryDirectory(prefix="tiny-hybrid-") as work:
         save_model(model, Path(work) / NAME)
         manifest = import_model(Path(work) / NAME, args.dest, name=NAME)
@@ -216,14 +237,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _watch(steps: Iterator[tuple[Stage, Losses]], every: int = 50) -> None:
-    """Run the training and print how it goes, in CPU seconds of this process."""
-    started = time.process_time()
+    """Run the training and print how it goes, in CPU seconds of this process.
+
+    Raises:
+        Diverged: the model did not learn to answer.
+    """
+    started, recent = time.process_time(), deque[float](maxlen=LOOK_BACK)
     for n, (stage, loss) in enumerate(steps, 1):
+        recent.append(loss.answers)
         if n % every == 0:
             words = max(shape.num_words for shape in (*stage.shapes, stage.table) if shape)
             what = "keys {:.3f}  bound {:.3f}  answers {:.3f}".format(*loss)
             _say(f"step {n:5d}  {words:5d} words  loss: {what}  {time.process_time() - started:6.1f} s")
-    _say(f"trained in {time.process_time() - started:.0f} s of CPU")
+    last = sum(recent) / len(recent)
+    _say(f"trained in {time.process_time() - started:.0f} s of CPU, last loss of answers {last:.3f}")
+    if not last <= MAX_LOSS:
+        raise Diverged(f"the last loss of answers is {last:.3f}, more than {MAX_LOSS}")
 
 
 def _say(line: str) -> None:

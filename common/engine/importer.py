@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common.engine import gguf_source, hf_source
-from common.engine.loader import verify_model_dir
+from common.engine.loader import check_loads, verify_model_dir
 from common.engine.manifest import MANIFEST, Manifest, build_manifest, canonical_digest, hash_files, model_digests
 from common.errors import EXIT_OK, EXIT_RUNTIME, PdError, StartupError
 
@@ -89,10 +89,16 @@ def _existing(dest: Path, name: str, origin: dict[str, str]) -> Manifest | None:
 
 
 def _convert(source: Path, staging: Path, progress: Progress) -> None:
+    """Write the files, and see that they make a model."""
     if source.is_dir():
         hf_source.copy_directory(source, staging, progress)
     else:
         gguf_source.write_hf_directory(source, staging, progress)
+    progress("checking that the weights fit the configuration")
+    try:
+        check_loads(staging)
+    except StartupError as error:
+        raise ImportRefused(str(error).replace(str(staging), str(source))) from error
 
 
 def _check_space(source: Path, parent: Path) -> None:

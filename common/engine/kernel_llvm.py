@@ -196,15 +196,17 @@ _FOLDS: dict[int, tuple[tuple[tuple[int, ...], int], ...]] = {
 
 def totals(code: Code, sums: Sequence[str]) -> str:
     """The sums of four vectors' lanes, added in the order that `tree` has, as one <4 x float>."""
+    a, b, c, d = sums
     first, second, *others = _FOLDS[LANES]
-    pairs = [_fold(code, *pair, *first) for pair in (sums[:2], sums[2:])]
-    vector, size = _fold(code, *pairs, *second), LANES
-    for lanes, above in others:
-        vector, size = _fold(code, vector, "poison", lanes, above, size), len(lanes)
+    vector = _fold(code, _fold(code, a, b, first), _fold(code, c, d, first), second)
+    size = LANES
+    for fold in others:
+        vector, size = _fold(code, vector, "poison", fold, size), len(fold[0])
     return vector
 
 
-def _fold(code: Code, a: str, b: str, lanes: Sequence[int], above: int, size: int = LANES) -> str:
+def _fold(code: Code, a: str, b: str, fold: tuple[tuple[int, ...], int], size: int = LANES) -> str:
+    lanes, above = fold
     low, high = shuffle(code, a, b, lanes, size), shuffle(code, a, b, [i + above for i in lanes], size)
     return add(code, low, high, len(lanes))
 

@@ -159,6 +159,8 @@ def accelerate(
     _release(model)
     after = _output(model, run or short_forward)
     difference = relative_difference(before, after)
+    if not before.isfinite().all():
+        raise EngineError("the model gives logits that are not finite numbers")
     if not difference <= TOLERANCE[weights]:
         raise EngineError(f"accelerated layers change this model's output by {difference:.2g} of its range")
     return swapped.report(difference)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float32", "bfloat16", "float16")
+# transformers loads under settings of the whole process: two loads at once would mix them up.
+_loading = threading.Lock()
 # For models without positions (pure state-space models), which name no limit.
 UNBOUNDED_CONTEXT = 1 << 20
 
@@ -67,7 +70,8 @@ def load_model(
 ) -> LoadedModel:
     """Verify and load `path`. `attn_implementation`: a name that transformers knows; None: its best for this model.
 
-    Raises StartupError when the directory is damaged, the device does not exist, or the weights do not fit the config.
+    Raises StartupError when the directory is damaged, the device does not exist, or the weights do not fit the config
+    or are not finite.
     """
     import torch
 
@@ -75,7 +79,9 @@ def load_model(
     target = find_device(device)
     if dtype not in DTYPES:
         raise StartupError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
-    model = _load_weights(path, getattr(torch, dtype), attn_implementation).to(target).eval().requires_grad_(False)
+    model = _load_weights(path, getattr(torch, dtype), attn_implementation)
+    check_finite(path, model)
+    model = model.to(target).eval().requires_grad_(False)
     text = model.config.get_text_config()
     return LoadedModel(
         model=model,
@@ -87,29 +93,54 @@ def load_model(
     )
 
 
-def _load_weights(path: Path, dtype: torch.dtype, attn_implementation: str | None) -> Any:
+def check_loads(path: Path) -> None:
+    """Whether transformers makes a model of a Hugging Face directory, and its weights are finite numbers.
+
+    Raises StartupError with what does not fit.
+    """
+    check_finite(path, _load_weights(path, "auto", None))
+
+
+def check_finite(path: Path, model: Any) -> None:
+    """Raises StartupError that names the first weight with NaN or infinity."""
+    for name, parameter in model.named_parameters():
+        # A sum reads the memory once; only one that is not finite is looked at again.
+        if not parameter.sum().isfinite() and not (finite := parameter.isfinite()).all():
+            bad = parameter.numel() - int(finite.sum())
+            raise StartupError(f"{path}: {name} has {bad} of {parameter.numel()} values that are NaN or infinite.")
+
+
+def _load_weights(path: Path, dtype: torch.dtype | str, attn_implementation: str | None) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    progress: Any = logging
-    progress.disable_progress_bar()  # standard error belongs to the log
+    # Standard error belongs to the log; what concerns us is said there by ourselves.
+    messages: Any = logging
+    messages.disable_progress_bar()
+    messages.set_verbosity_error()
     auto_class: Any = AutoModelForCausalLM
     try:
-        model, report = auto_class.from_pretrained(
-            str(path),
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except (ValueError, OSError, RuntimeError, ImportError, KeyError) as error:
-        raise StartupError(f"{path} cannot be loaded: {error}") from error
-    # transformers would initialise what is missing at random and go on.
-    for problem in ("missing_keys", "mismatched_keys"):
-        if names := sorted(str(n) for n in report[problem]):
-            raise StartupError(f"{path}: {problem.replace('_', ' ')} in the weights: {', '.join(names[:5])}.")
+        with _loading:
+            model, report = auto_class.from_pretrained(
+                str(path),
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # said below, in our own words
+            )
+    except (ValueError, OSError, RuntimeError, ImportError, KeyError, StrictDataclassError) as error:
+        raise StartupError(f"{path} cannot be loaded: {' '.join(str(error).split())}") from error
+    # transformers would initialise what is missing or does not fit at random and go on.
+    for name, found, wanted in sorted(report["mismatched_keys"])[:1]:
+        asked = f"config.json asks for {list(wanted)}"
+        raise StartupError(f"{path}: {name} is {list(found)} in the weights, {asked}.")
+    if names := sorted(map(str, report["missing_keys"])):
+        few = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        raise StartupError(f"{path}: the weights lack {few}.")
     return model
 
 

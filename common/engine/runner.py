@@ -80,14 +80,16 @@ def load(path: Path, options: RunnerOptions) -> Runner:
     if options.threads:
         torch.set_num_threads(options.threads)
     loaded = load_model(path, device=options.device, dtype=options.dtype)
+    products = "torch"
     if options.compile:
         compile_parts(loaded.model, short_forward)
     elif options.weights != "torch":
-        _accelerate(loaded.model, options.weights)
-    return Runner(loaded, options)
+        products = _accelerate(loaded.model, options.weights)
+    return Runner(loaded, options, products)
 
 
-def _accelerate(model: Any, weights: str) -> None:
+def _accelerate(model: Any, weights: str) -> str:
+    """What computes products from now on: as `weights`, or "torch"."""
     try:
         report = accelerate(model, weights="int8" if weights == "int8" else "float32")
     except EngineError as e:
@@ -95,12 +97,13 @@ def _accelerate(model: Any, weights: str) -> None:
     if report.reason and weights == "int8":
         raise StartupError(f'engine.weights = "int8" is not possible here: {report.reason}')
     if report.reason:
-        log.info("torch computes all products: %s", report.reason)
-    else:
-        formats = " ".join(f"{name}={num}" for name, num in sorted(report.formats.items()))
-        before, after = report.bytes_before >> 20, report.bytes_after >> 20
-        num_norms = accelerate_norms(model)
-        log.info("matrices are packed %s before_mib=%d after_mib=%d norms=%d", formats, before, after, num_norms)
+        log.warning("torch computes all products, slower than our kernels would: %s", report.reason)
+        return "torch"
+    formats = " ".join(f"{name}={num}" for name, num in sorted(report.formats.items()))
+    before, after = report.bytes_before >> 20, report.bytes_after >> 20
+    num_norms = accelerate_norms(model)
+    log.info("matrices are packed %s before_mib=%d after_mib=%d norms=%d", formats, before, after, num_norms)
+    return weights
 
 
 class Runner:
@@ -108,7 +111,8 @@ class Runner:
 
     facts: ModelInfo
 
-    def __init__(self, loaded: LoadedModel, options: RunnerOptions) -> None:
+    def __init__(self, loaded: LoadedModel, options: RunnerOptions, products: str = "torch") -> None:
+        """`products`: what computes them, for the peer and people to see."""
         self._model, self._options = loaded.model, options
         self._device = torch.device(options.device)
         kv_dtype = options.kv_dtype or options.dtype
@@ -136,7 +140,7 @@ class Runner:
             vocab_size=loaded.vocab_size,
             max_context=stable_context(self._model.config.get_text_config(), loaded.max_context),
             eos_token_ids=loaded.eos_token_ids,
-            numerics=self._numerics(kv_dtype),
+            numerics=self._numerics(kv_dtype, products),
         )
         self._num_sampled = 0
         self._model.set_attn_implementation(ATTENTION_NAME)
@@ -257,13 +261,13 @@ class Runner:
         logits: torch.Tensor = out.logits[1, -1].float()
         return logits
 
-    def _numerics(self, kv_dtype: str) -> dict[str, str]:
+    def _numerics(self, kv_dtype: str, products: str) -> dict[str, str]:
         return {
             "engine": f"torch {torch.__version__}",
             "device": self._device.type,
             "dtype": self._options.dtype,
             "kv_dtype": kv_dtype,
-            "weights": "int8" if self._options.weights == "int8" else "exact",
+            "weights": products,
             "compile": str(self._options.compile).lower(),
             "threads": str(torch.get_num_threads()),
             "vectors": torch.backends.cpu.get_cpu_capability(),

@@ -350,6 +350,14 @@ def test_truncated_weights_are_refused(tmp_path: Path, hf: Path) -> None:
     assert not (tmp_path / "served").exists()
 
 
+def test_weights_that_do_not_fit_the_configuration_are_refused(tmp_path: Path, hf: Path) -> None:
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps({**config, "intermediate_size": 2 * config["intermediate_size"]}))
+    with pytest.raises(ImportRefused, match=f"{hf}: .* in the weights, config.json asks for"):
+        import_model(hf, tmp_path / "served")
+    assert not (tmp_path / "served").exists()
+
+
 def test_model_that_needs_its_own_code_is_refused(tmp_path: Path, hf: Path) -> None:
     config = json.loads((hf / "config.json").read_text())
     config |= {"model_type": "homemade", "auto_map": {"AutoModelForCausalLM": "modeling.Homemade"}}

@@ -212,7 +212,7 @@ def test_missing_tensor_is_not_made_up(served: Path) -> None:
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, served / "model.safetensors", metadata={"format": "pt"})
     restate(served)
-    with pytest.raises(StartupError, match=r"missing keys in the weights: model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(StartupError, match=r"the weights lack model\.layers\.1\.mlp\.up_proj\.weight"):
         load_model(served)
 
 
@@ -221,8 +221,31 @@ def test_tensor_of_another_shape_is_refused(served: Path) -> None:
     weights["model.norm.weight"] = torch.ones(31)
     save_file(weights, served / "model.safetensors", metadata={"format": "pt"})
     restate(served)
-    with pytest.raises(StartupError, match=str(served)):
+    with pytest.raises(
+        StartupError, match=r"model\.norm\.weight is \[31\] in the weights, config\.json asks for \[32\]"
+    ):
         load_model(served)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(served: Path, bad: float) -> None:
+    weights = load_file(served / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 1] = bad
+    save_file(weights, served / "model.safetensors", metadata={"format": "pt"})
+    restate(served)
+    with pytest.raises(
+        StartupError, match=r"layers\.1\.mlp\.up_proj\.weight has 1 of \d+ values that are NaN or infinite"
+    ):
+        load_model(served)
+
+
+def test_a_configuration_that_contradicts_itself_is_one_line(served: Path) -> None:
+    config = json.loads((served / "config.json").read_text())
+    (served / "config.json").write_text(json.dumps({**config, "hidden_size": 33}))
+    restate(served)
+    with pytest.raises(StartupError, match="cannot be loaded") as found:
+        load_model(served)
+    assert "\n" not in str(found.value)
 
 
 @pytest.mark.parametrize(

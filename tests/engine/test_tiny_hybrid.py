@@ -18,7 +18,7 @@ from benchmarks.tiny_hybrid import evaluate, task
 from benchmarks.tiny_hybrid.inprocess import SPOILERS, LocalAnswerer
 from benchmarks.tiny_hybrid.kda import chunk_kda
 from benchmarks.tiny_hybrid.model import MAX_CONTEXT, new_model, save_tokenizer
-from benchmarks.tiny_hybrid.train import Stage, make_batch, save_model, train
+from benchmarks.tiny_hybrid.train import Diverged, Stage, make_batch, save_model, train
 from decoded.tokenizer import Tokenizer
 
 TABLE, NAMED = task.Shape(48, 16, 0, 16, 32, num_names=0), task.Shape(96, 16, 4, 20, 32)
@@ -97,6 +97,28 @@ def test_training_form_of_kda_equals_the_models_own() -> None:
         results.append((out, last, *torch.autograd.grad((out * weight).sum() + last.sum(), args)))
     for own, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-5)
+
+
+def test_strong_decay_and_large_gradients_stay_finite() -> None:
+    torch.manual_seed(0)
+    shape = (1, 64, 2, 32)
+    args = [torch.randn(shape) for _ in range(3)] + [torch.full(shape, -50.0), torch.rand(shape[:3])]
+    args = [a.requires_grad_() for a in args]
+    out, _ = chunk_kda(*args)
+    assert all(g.isfinite().all() for g in torch.autograd.grad((1e8 * out).sum(), args))
+
+
+def test_a_step_without_finite_gradients_changes_nothing_and_many_end_the_training() -> None:
+    model = new_model(3)
+    steps = train(model, 3, (Stage(20, 2, (NAMED,)),))
+    next(steps)
+    before = [p.clone() for p in model.parameters()]
+    hook = model.model.norm.register_full_backward_hook(lambda _m, given, _out: (given[0] * torch.nan,))
+    next(steps)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    with pytest.raises(Diverged, match="steps 2 to 7 are not finite"):
+        list(steps)
+    hook.remove()
 
 
 def test_first_steps_learn_and_repeat_bit_for_bit() -> None:

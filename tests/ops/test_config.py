@@ -98,6 +98,10 @@ def test_one_problem_with_its_path_value_limit_and_line(text: str, says: str) ->
         ("[engine]\ncpus = [4096]", "engine.cpus: core 4096 does not exist or is not allowed here; allowed: "),
         ("[engine]\ncpus = [0, 'a']", "engine.cpus[1]: should be a valid integer (got 'a') (line 2)"),
         ("[engine]\nthreads = -1", "engine.threads: should be greater than or equal to 0 (got -1) (line 2)"),
+        (
+            '[engine]\nweights = "int8"\ndtype = "bfloat16"',
+            'engine.weights: "int8" needs dtype = "float32" on device = "cpu", not "bfloat16" on "cpu"',
+        ),
         ("[engine]\ncompile = true", 'engine.compile: compiles what torch computes, but weights = "exact" on a CPU'),
         ("[model]\npath = '/nowhere'", "model.path: /nowhere is not a directory, or may not be entered; `make model`"),
         ("", 'model.path: is required when engine.backend is "local"'),
