@@ -122,9 +122,9 @@ class ActiveRequest:
         generation = self._generation = await self._dispatcher.backend.open(self.request)
         if not await self._prefill(generation):
             return
-        self.stage = "decoding"
         async for output in generation:
             if isinstance(output, TokenOutput):
+                self.stage = "decoding"
                 self._stamp(output, generation)
             yield output
 

@@ -22,6 +22,7 @@ from benchmarks.engine.cells import run_cell, together
 from benchmarks.engine.client import BadAnswer, Client
 from benchmarks.engine.engines import ENGINES, Engine, Setting, Unavailable, make_server
 from benchmarks.engine.options import parse, sizes_of
+from benchmarks.engine.packed import packed
 from benchmarks.engine.server import CannotStart
 from benchmarks.engine.workload import Cell, Prompts, rotated
 
@@ -100,7 +101,8 @@ def measure_round(
 ) -> None:
     """Each engine once, in the order of the round; the files are written after each."""
     about = document["models"].setdefault(
-        model.name, {"num_weights": machine.num_weights(model), "bandwidth": [], "texts": {}}
+        model.name,
+        {"num_weights": machine.num_weights(model), "packed": packed(model), "bandwidth": [], "texts": {}},
     )
     bandwidth = machine.bandwidth(4 * about["num_weights"], setting.cpus)
     about["bandwidth"].append(bandwidth)
@@ -110,7 +112,7 @@ def measure_round(
     for engine in (ENGINES[name] for name in order):
         for record in run_engine(engine, model, number, prompts, setting, about):
             record = {"model": model.name, "engine": engine.name, "round": number, **record}
-            add_bound(record, engine, about["num_weights"], bandwidth["read"])
+            add_bound(record, engine, about, bandwidth["read"])
             document["records"].append(record)
         document["summary"] = report.summary(document["records"])
         write(document, out)
@@ -168,10 +170,11 @@ async def warm_up(client: Client, prompts: Prompts, setting: Setting, number: in
     await together(client, prompts.several(widest, 16, (number, "warm-all")), WARM_OUTPUT)
 
 
-def add_bound(record: report.Record, engine: Engine, num_weights: int, read_bps: float) -> None:
+def add_bound(record: report.Record, engine: Engine, about: dict[str, Any], read_bps: float) -> None:
     """The share of the memory bound, where one stream decodes alone."""
     if record["cell"] == "decode-1" and "figures" in record:
-        bound = read_bps / (engine.bytes_per_weight * num_weights)
+        ours = about["packed"].get({"ours": "exact", "ours-int8": "int8"}.get(engine.name), {})
+        bound = read_bps / (ours.get("bytes") or engine.bytes_per_weight * about["num_weights"])
         record["figures"]["bound_fraction"] = record["figures"]["tokens_per_s"] / bound
 
 

@@ -124,6 +124,9 @@ def markdown(document: dict[str, Any]) -> str:
         note = f"{about['num_weights'] / 1e6:.0f} M weights"
         if read is not None:
             note += f"; memory read at {read.median:.1f} GB/s ({read.low:.1f}-{read.high:.1f}) on these cores"
+        for setting, found in about.get("packed", {}).items():
+            formats = ", ".join(f"{num} of {name}" for name, num in found["formats"].items())
+            note += f"; ours, weights {setting}: {found['bytes'] / 1e6:.0f} MB ({formats})"
         parts.append(f"### {model}\n\n{note}.\n\n{table(records, model)}")
         if texts := agreement(about.get("texts", {})):
             parts.append(texts)

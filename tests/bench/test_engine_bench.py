@@ -154,9 +154,11 @@ def test_requirements_leave_out_what_does_not_exist() -> None:
 
 
 def test_the_bound_is_bandwidth_over_the_weights_bytes() -> None:
-    line: dict[str, Any] = {"cell": "decode-1", "figures": {"tokens_per_s": 10.0}}
-    add_bound(line, ENGINES["ours"], num_weights=100_000_000, read_bps=8e9)
-    assert line["figures"]["bound_fraction"] == pytest.approx(0.5)
+    about = {"num_weights": 100_000_000, "packed": {"exact": {"bytes": 200_000_000}}}
+    for engine, fraction in (("ours", 0.25), ("ours-int8", 0.125), ("llama-f32", 0.5)):
+        line: dict[str, Any] = {"cell": "decode-1", "figures": {"tokens_per_s": 10.0}}
+        add_bound(line, ENGINES[engine], about, read_bps=8e9)
+        assert line["figures"]["bound_fraction"] == pytest.approx(fraction)
 
 
 def test_the_report_shows_medians_and_ratios() -> None:

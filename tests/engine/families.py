@@ -116,7 +116,8 @@ def every(*kinds: Callable[[Any], StateRow]) -> Callable[[Any], list[StateRow]]:
 class Family:
     """A transformers config class `{name}Config`, its extra settings, and the formula of its state.
 
-    `refused` is part of the reason that the engine must give instead of serving it.
+    `refused` is part of the reason that the engine must give instead of serving it. `published` names a model and the
+    settings of its state, where the class's defaults are no published model's.
     """
 
     name: str
@@ -124,14 +125,15 @@ class Family:
     formula: Callable[[Any], list[StateRow]]
     extra: dict[str, Any] = field(default_factory=dict)
     refused: str = ""
+    published: tuple[str, dict[str, Any]] = ("class default", {})
 
     def config(self) -> Any:
         """The tiny configuration."""
         return getattr(transformers, f"{self.name}Config")(**(BASE | self.extra))
 
-    def default_config(self) -> Any:
-        """The configuration that the class has by default: a published model of the family."""
-        return getattr(transformers, f"{self.name}Config")()
+    def published_config(self) -> Any:
+        """A configuration of the size that people use."""
+        return getattr(transformers, f"{self.name}Config")(**self.published[1])
 
     def model(self) -> Any:
         """The tiny model; the same one every time."""
@@ -140,6 +142,25 @@ class Family:
         return model_class(self.config()).eval().requires_grad_(False)
 
 
+def pattern(text: str, **kinds: str) -> list[str]:
+    """Layer types, a letter each."""
+    return [kinds[letter] for letter in text]
+
+
+GEMMA3_270M = {
+    "num_hidden_layers": 18, "layer_types": pattern("sssssf" * 3, s=SLIDING, f=FULL), "sliding_window": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+}  # fmt: skip
+LFM2_1B = {
+    "num_hidden_layers": 16, "hidden_size": 2048, "layer_types": pattern("ccfccfccfcfcfcfc", c="conv", f=FULL),
+}  # fmt: skip
+GRANITE_H_SMALL = {
+    "num_hidden_layers": 40, "layer_types": pattern("mmmmmfmmmm" * 4, m=LINEAR, f=FULL), "mamba_d_state": 128,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+NEMOTRON_H_8B = {
+    "layer_types": pattern("mpmpmpmfpmpmpmpmpmfpmpmpmpmpmfpmpmpmpmpmfpmpmpmpmpmp", m=LINEAR, p="mlp", f=FULL),
+}  # fmt: skip
 MIXED = {"layer_types": [LINEAR, LINEAR, FULL, LINEAR]}
 FAMILIES = {
     f.name: f
@@ -182,10 +203,12 @@ FAMILIES = {
         Family(
             "Gemma3Text", "Gemma 3 (sliding + full)", by_type({FULL: gqa, SLIDING: sliding}),
             {"layer_types": [SLIDING, SLIDING, FULL, SLIDING], "sliding_window": WINDOW, "query_pre_attn_scalar": 16},
+            published=("Gemma 3 270M", GEMMA3_270M),
         ),
         Family(
             "Lfm2", "LFM2 (short convolutions + GQA)", by_type({"conv": short_conv, FULL: gqa}),
             {"block_ff_dim": 96, "layer_types": ["conv", FULL, "conv", "conv"]},
+            published=("LFM2 1.2B", LFM2_1B),
         ),
         Family(
             "FalconH1", "Falcon-H1 (Mamba 2 and GQA in every layer)", every(granite_ssd, gqa),
@@ -197,6 +220,7 @@ FAMILIES = {
                 "num_local_experts": 0, "shared_intermediate_size": 64, "layer_types": [LINEAR, FULL, LINEAR, LINEAR],
                 "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
             },
+            published=("Granite 4.0 H Small", GRANITE_H_SMALL),
         ),
         Family(
             "NemotronH", "Nemotron-H (Mamba 2 + GQA + MLP layers)",
@@ -209,6 +233,7 @@ FAMILIES = {
                 "ssm_state_size": 16, "chunk_size": 16, "n_routed_experts": 4,
                 "moe_shared_expert_intermediate_size": 32,
             },
+            published=("Nemotron-H 8B", NEMOTRON_H_8B),
         ),
         Family(
             "Mamba2", "Mamba 2",

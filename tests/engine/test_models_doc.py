@@ -20,16 +20,19 @@ and in mixed batches, at chunk, window, kernel and block boundaries), or that it
 
 Nothing in the engine knows these names. What state a layer has is read from the cache that transformers fills in a
 short forward, and a second forward through our own state memory must give the same logits; a model of any other
-family is served if it passes, and refused with the reason if not.
+family (other dense decoders, for one) is served if it passes, and refused with the reason if not. Refused at import:
+pickled weights, a directory without tokenizer, model types that transformers does not have, code that comes with a
+model, weights that do not fit the configuration or are not finite.
 
 - *kinds*: `full` keeps K and V of every token, `window(w)` of the last w - 1, `latent` compressed rows of every token
   (multi-head latent attention), `recurrent` a state of fixed size (convolution inputs and a matrix per head).
-- *per token*, *fixed*: bytes of state of the configuration that the family's class has by default, rows in bfloat16 and
-  recurrent state in float32. *fixed* counts recurrent state and full windows.
+- *per token*, *fixed*: bytes of state of the configuration named, rows in bfloat16 and recurrent state in float32.
+  "class default" is what transformers' class has by itself, mostly the family's largest model; sizes of others differ.
+  *fixed* counts recurrent state and full windows.
 - *32,768 tokens*: what crosses the network for a prompt of that length, before compression.
 
-| family | layers of the default configuration | per token | fixed | 32,768 tokens | served |
-|---|---|---|---|---|---|
+| family | configuration | its layers | per token | fixed | 32,768 tokens | served |
+|---|---|---|---|---|---|---|
 """
 PROMPT = 32768
 
@@ -58,11 +61,12 @@ def status(family: Family, tools: Any) -> str:
 def line(family: Family, tools: Any) -> str:
     verdict = status(family, tools)
     if family.refused:
-        return f"| {family.known_as} | | | | | {verdict} |"
-    rows = family.formula(family.default_config())
+        return f"| {family.known_as} | | | | | | {verdict} |"
+    rows = family.formula(family.published_config())
     per_token, fixed = sizes(rows)
     total = per_token * PROMPT + fixed
-    cells = (family.known_as, kinds(rows), f"{per_token:,}", f"{fixed:,}", f"{total / 2**20:,.1f} MiB", verdict)
+    amounts = (f"{per_token:,}", f"{fixed:,}", f"{total / 2**20:,.1f} MiB")
+    cells = (family.known_as, family.published[0], kinds(rows), *amounts, verdict)
     return "| " + " | ".join(cells) + " |"
 
 
