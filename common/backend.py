@@ -126,7 +126,10 @@ class Generation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BackendStats:
-    """A snapshot for status, metrics and admission. `mixed_tokens_per_s`: local prefill beside running streams."""
+    """A snapshot for status, metrics and admission.
+
+    `mixed_tokens_per_s`: local prefill beside running streams; `mixed_chunk_tokens`: of the last chunk beside them.
+    """
 
     num_running: int = 0
     num_prefilling: int = 0
@@ -137,6 +140,7 @@ class BackendStats:
     num_output_tokens: int = 0
     num_preemptions: int = 0
     mixed_tokens_per_s: float = 0.0
+    mixed_chunk_tokens: int = 0
     last_progress_at: float = 0.0
     is_alive: bool = True
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Literal
@@ -75,6 +76,12 @@ class StateLayout:
     def token_bytes(self) -> int:
         """Bytes per token over the `full` and `latent` states."""
         return sum(s.num_bytes(1) for s in self.states if s.kind in ("full", "latent"))
+
+    @property
+    def summary(self) -> str:
+        """For people: "15 window(512), 3 full"."""
+        named = Counter(f"window({s.window})" if s.kind == "window" else s.kind for s in self.states)
+        return ", ".join(f"{num} {kind}" for kind, num in named.most_common())
 
     def segment_bytes(self, start: int, stop: int, layers: tuple[int, ...]) -> int:
         """Raw bytes of a segment. Raises IndexError when a layer number is not in the layout."""

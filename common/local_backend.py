@@ -99,6 +99,7 @@ class LocalBackend:
             num_output_tokens=worker.num_output_tokens,
             num_preemptions=scheduler.num_preemptions,
             mixed_tokens_per_s=scheduler.budget.tokens_per_s,
+            mixed_chunk_tokens=scheduler.budget.last_tokens,
             last_progress_at=worker.last_progress_at,
             is_alive=worker.is_alive,
         )

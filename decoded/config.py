@@ -132,7 +132,10 @@ class BatchConfig(Section):
     )  # fmt: skip
     max_stretch: float = key(
         3.0, "How many times as long as its decode rows alone a step with local prefill may take: the pace of running"
-        " streams while a long prompt is computed, against that prompt's speed.", gt=1, le=1000,
+        " streams while a long prompt is computed, against that prompt's speed. It holds in the middle, not for every"
+        " step, and not below what 4 prompt tokens take. decodectl status shows the chunk and the rate it comes to."
+        " Above 1.",
+        gt=1, le=1000,
     )  # fmt: skip
 
 

@@ -226,7 +226,11 @@ class Dispatcher:
     def update_gauges(self) -> None:
         """Bring the gauges with labels up to date; called twice a second and cheap."""
         m = self.metrics
-        held = self.backend.stats().state_bytes
+        stats = self.backend.stats()
+        held = stats.state_bytes
+        m.mixed_rate.set(stats.mixed_tokens_per_s)
+        m.mixed_chunk.set(stats.mixed_chunk_tokens)
+        m.preemptions.set(stats.num_preemptions)
         for spec in self.info.layout.states:
             m.state_bytes.labels(spec.kind).set(held.get(spec.kind, 0))
 

@@ -72,6 +72,17 @@ class DecodeMetrics:
         self.state_bytes = Gauge(
             "prfaas_state_bytes", "State memory held by the engine, by kind.", ["kind"], registry=r
         )
+        self.mixed_rate = Gauge(
+            "prfaas_mixed_prefill_tokens_per_second",
+            "Local prefill in steps that also decode running streams, since the start.",
+            registry=r,
+        )
+        self.mixed_chunk = Gauge(
+            "prfaas_mixed_chunk_tokens", "Prompt tokens of the last step that also decoded running streams.", registry=r
+        )
+        self.preemptions = Gauge(
+            "prfaas_preempted_sequences", "How often a sequence was put aside for another, since the start.", registry=r
+        )
         self.threshold = Gauge(
             "prfaas_threshold_tokens", "Uncached prompt tokens above which prefill goes remote.", registry=r
         )

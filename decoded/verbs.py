@@ -118,7 +118,13 @@ def status_facts(service: DecodeService) -> dict[str, Any]:
         "why": why,
         **({"warning": service.warning} if service.warning else {}),
         "uptime_s": round(time.monotonic() - service.started_at, 3),
-        "model": {"name": info.name, "weights": info.weights_digest[:16], **info.numerics, "chat": has_chat},
+        "model": {
+            "name": info.name,
+            "digest": info.weights_digest[:16],
+            **info.numerics,
+            "state": info.layout.summary,
+            "chat": has_chat,
+        },
         "routing": {
             "mode": dispatcher.settings.mode,
             "threshold_tokens": number(dispatcher.settings.threshold_tokens),
@@ -133,6 +139,7 @@ def status_facts(service: DecodeService) -> dict[str, Any]:
         "num_output_tokens": stats.num_output_tokens,
         "num_preemptions": stats.num_preemptions,
         "mixed_prefill_tokens_per_s": round(stats.mixed_tokens_per_s, 1),
+        "mixed_chunk_tokens": stats.mixed_chunk_tokens,
     }
 
 

@@ -111,7 +111,6 @@ def check_finite(path: Path, model: Any) -> None:
 
 
 def _load_weights(path: Path, dtype: torch.dtype | str, attn_implementation: str | None) -> Any:
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -132,7 +131,7 @@ def _load_weights(path: Path, dtype: torch.dtype | str, attn_implementation: str
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # said below, in our own words
             )
-    except (ValueError, OSError, RuntimeError, ImportError, KeyError, StrictDataclassError) as error:
+    except Exception as error:  # configuration classes raise errors of their own kinds
         raise StartupError(f"{path} cannot be loaded: {' '.join(str(error).split())}") from error
     # transformers would initialise what is missing or does not fit at random and go on.
     for name, found, wanted in sorted(report["mismatched_keys"])[:1]:

@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 # What rows may be stored as.
 KV_DTYPES = ("float32", "bfloat16", "float16")
+_PRODUCTS = {"torch": "torch", "exact": "our kernels", "int8": "our kernels, rounded to int8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,7 @@ class Runner:
         if (output := self._model.get_output_embeddings()) is not None:
             output.register_forward_pre_hook(self._keep_sampled)
         check_same(logits, self._probe_slots, (options.dtype, kv_dtype))
+        log.info("model %s keeps state: %s; products by %s", manifest.name, layout.summary, _PRODUCTS[products])
 
     def new_slot(self, num_tokens: int) -> SlotState:
         """State memory for up to `num_tokens`. Raises RequestFailed when there is none left."""

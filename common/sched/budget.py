@@ -42,6 +42,7 @@ class TokenBudget:
         max_stretch: longest mixed step, in durations of its decode rows.
         mixed_tokens, mixed_s: prompt tokens computed in mixed steps, and how long those steps took in all: their ratio
             is the local prefill rate beside running streams.
+        last_tokens: of the last chunk in a mixed step.
     """
 
     limit: int
@@ -49,6 +50,7 @@ class TokenBudget:
     max_stretch: float = 3.0
     mixed_tokens: int = 0
     mixed_s: float = 0.0
+    last_tokens: int = 0
     _quiet_s: dict[int, float] = field(default_factory=dict)  # by number of rows
     _token_s: float = 0.0
     _last: int = START_TOKENS
@@ -104,6 +106,7 @@ class TokenBudget:
 
         A step that is not settled took longer than others like it will; it counts if it was short all the same.
         """
+        self.last_tokens = num_tokens
         self.mixed_tokens += num_tokens
         self.mixed_s += step_s
         # A shorter chunk than allowed (the end of a prompt) says little about longer ones.
