@@ -196,7 +196,13 @@ class EngineWorker:
 
     def _decode(self, rows: tuple[Sequence, ...], chunk: Chunk | None) -> None:
         started_at = self._chunk_starts(chunk) if chunk is not None else 0.0
-        sampled = self.executor.decode(rows, chunk)
+        try:
+            sampled = self.executor.decode(rows, chunk)
+        except RequestFailed as e:
+            if chunk is None:
+                raise
+            self._give_up(chunk, e)
+            chunk, sampled = None, self.executor.decode(rows)
         self.num_output_tokens += len(sampled)
         self._deliver(self.scheduler.update_rows(rows, sampled))
         if chunk is not None:
@@ -213,10 +219,13 @@ class EngineWorker:
         try:
             result = self.executor.prefill(chunk, self._layer_hook(chunk))
         except RequestFailed as e:
-            self.scheduler.cancel(chunk.seq.owner)
-            self._deliver([(chunk.seq, e)])
+            self._give_up(chunk, e)
             return
         self._chunk_done(chunk, result, started_at)
+
+    def _give_up(self, chunk: Chunk, error: RequestFailed) -> None:
+        self.scheduler.cancel(chunk.seq.owner)
+        self._deliver([(chunk.seq, error)])
 
     def _chunk_done(self, chunk: Chunk, result: ChunkResult, started_at: float) -> None:
         seq, marks = chunk.seq, _owner(chunk.seq).marks

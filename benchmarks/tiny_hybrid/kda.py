@@ -25,13 +25,23 @@ MIN_LOG_DECAY = -8.0
 
 @contextmanager
 def fast_kda(*, forgets: bool = False) -> Iterator[None]:
-    """Within this block every KimiLinear model of the process uses the form below for whole sequences."""
-    own = modeling_kimi_linear.chunk_kimi_delta_attention
+    """Within this block every KimiLinear model of the process uses the forms below for whole sequences."""
+    gate = modeling_kimi_linear.KimiLinearForgetGate
+    own, own_forward = modeling_kimi_linear.chunk_kimi_delta_attention, gate.forward
     modeling_kimi_linear.chunk_kimi_delta_attention = partial(chunk_kda, forgets=forgets)
+    gate.forward = _log_decay
     try:
         yield
     finally:
         modeling_kimi_linear.chunk_kimi_delta_attention = own
+        gate.forward = own_forward
+
+
+def _log_decay(gate: Any, hidden_states: Tensor) -> Tensor:
+    """The forget gate's own function; its gradient is NaN in transformers' form where the gate is above 88."""
+    raw = gate.f_b_proj(gate.f_a_proj(hidden_states)) + gate.dt_bias
+    heads = raw.unflatten(-1, (-1, gate.head_dim))
+    return -gate.A_log.exp() * functional.softplus(heads, threshold=20.0)
 
 
 def chunk_kda(

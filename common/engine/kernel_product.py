@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,22 +84,19 @@ class Product:
     def bind(self, x: torch.Tensor, *outs: torch.Tensor) -> Callable[[], object]:
         """The same call for good: from x to `outs` as they lie in memory, one after the other."""
         num_x = x.numel() // self.num_cols
-        threads, scratch = self._threads(num_x), self._scratch(num_x)
+        threads, scratch = self._threads(num_x), _shared.take(self._scratch_size(num_x))
         is_plain = self.num_cols == self._padded and x.is_contiguous()
-        given = x if is_plain else torch.zeros(num_x, self._padded)
+        given = x if is_plain else _shared.rows(num_x, self.num_cols, self._padded)
         addresses = (given.data_ptr(), self._padded, num_x, outs[0].data_ptr(), scratch.data_ptr(), threads)
         run = functools.partial(self._run, self._plan_at, *addresses)
-        if is_plain and not scratch.numel():
-            return run
         target = given[:, : self.num_cols].view(x.shape) if not is_plain else None
 
-        def call() -> None:
+        def call(_kept: torch.Tensor = scratch) -> None:
             if target is not None:
                 target.copy_(x)
             run()
 
-        setattr(call, "scratch", scratch)  # noqa: B010 - keeps it as long as its address
-        return call
+        return run if is_plain and not scratch.numel() else call
 
     def _compute(self, x: torch.Tensor) -> list[torch.Tensor]:
         if not (x.dtype is torch.float32 and x.is_cpu) or x.requires_grad:
@@ -125,10 +123,36 @@ class Product:
         return torch.get_num_threads() if num_x >= self._min_parallel else 1
 
     def _scratch(self, num_x: int) -> torch.Tensor:
-        """Memory for unpacked blocks, one for each thread; none for few rows."""
-        if num_x < self._unpack_from:
-            return _NOTHING
-        return torch.empty(self._threads(num_x) * self._scratch_bytes, dtype=torch.uint8)
+        size = self._scratch_size(num_x)
+        return torch.empty(size, dtype=torch.uint8) if size else _NOTHING
+
+    def _scratch_size(self, num_x: int) -> int:
+        """Bytes for unpacked blocks, one for each thread; none for few rows."""
+        return self._threads(num_x) * self._scratch_bytes if num_x >= self._unpack_from else 0
+
+
+class _Shared(threading.local):
+    """Memory that bound calls use one after the other: all those that a thread makes, whatever forward they are of."""
+
+    def __init__(self) -> None:
+        self._scratch = _NOTHING
+        self._rows: dict[tuple[int, int], torch.Tensor] = {}
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """At least `num_bytes`; who holds a smaller one from earlier keeps it."""
+        if num_bytes > self._scratch.numel():
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._scratch if num_bytes else _NOTHING
+
+    def rows(self, num: int, cols: int, padded: int) -> torch.Tensor:
+        """[num, padded] with zeros from column `cols` on; the others are anybody's."""
+        found = self._rows.get((cols, padded))
+        if found is None or len(found) < num:
+            found = self._rows[cols, padded] = torch.zeros(max(num, 16), padded)
+        return found[:num]
+
+
+_shared = _Shared()
 
 
 def _parts(out: torch.Tensor, shape: list[int], sizes: list[int]) -> list[torch.Tensor]:

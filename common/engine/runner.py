@@ -174,12 +174,19 @@ class Runner:
 
     @torch.inference_mode()
     def decode(self, rows: Sequence[seq.Sequence], chunk: seq.Chunk | None = None) -> list[Sampled]:
-        """Compute each row's last token and sample the next, in order; and the state of a chunk."""
-        slots, starts = _own([row.slot for row in rows]), [row.num_computed_tokens for row in rows]
-        ids = [[row.tokens[start]] for row, start in zip(rows, starts, strict=True)]
+        """Compute each row's last token and sample the next, in order; and the state of a chunk.
+
+        Raises RequestFailed when the chunk's slot cannot take it: then nothing was computed.
+        """
         if chunk is not None:
             [slot] = _own([chunk.seq.slot])
             slot.locate(chunk.start, chunk.stop)
+        failed = _failed(rows)
+        if failed:
+            return self._decode_others(rows, failed, chunk)
+        slots, starts = _own([row.slot for row in rows]), [row.num_computed_tokens for row in rows]
+        ids = [[row.tokens[start]] for row, start in zip(rows, starts, strict=True)]
+        if chunk is not None:
             slots += [slot] * (chunk.stop - chunk.start)
             starts += range(chunk.start, chunk.stop)
             ids += [[token] for token in chunk.seq.tokens[chunk.start : chunk.stop]]
@@ -191,6 +198,16 @@ class Runner:
         finally:
             self._num_sampled = 0
         return sample(logits[: len(rows), -1], rows, self.facts.eos_token_ids)
+
+    def _decode_others(
+        self, rows: Sequence[seq.Sequence], failed: dict[int, RequestFailed], chunk: seq.Chunk | None
+    ) -> list[Sampled]:
+        """`decode` without the rows that cannot go on."""
+        others = [row for i, row in enumerate(rows) if i not in failed]
+        done = iter(self.decode(others, chunk) if others else ())
+        if not others and chunk is not None:
+            self.prefill(chunk, lambda _layer: None)
+        return [Sampled(-1, None, failed[i]) if i in failed else next(done) for i in range(len(rows))]
 
     def _keep_sampled(self, _module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         """Only rows that sample go through the output layer."""
@@ -274,6 +291,17 @@ class Runner:
             "threads": str(torch.get_num_threads()),
             "vectors": torch.backends.cpu.get_cpu_capability(),
         }
+
+
+def _failed(rows: Sequence[seq.Sequence]) -> dict[int, RequestFailed]:
+    """Rows whose slot was freed, or cannot take a token for lack of memory, by index."""
+    failed = {}
+    for i, (slot, row) in enumerate(zip(_own([row.slot for row in rows]), rows, strict=True)):
+        try:
+            slot.locate(row.num_computed_tokens)
+        except RequestFailed as error:
+            failed[i] = error
+    return failed
 
 
 def _own(slots: list[Slot]) -> list[SlotState]:

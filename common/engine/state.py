@@ -190,7 +190,10 @@ class SlotState:
     def _slide(self, state: LayerState, spec: StateSpec, start: int, stop: int) -> None:
         """Fresh buffers that keep what a continuation at `start` reads."""
         first = spec.needed_from(start)
-        fresh = self._allocate(spec)
+        try:
+            fresh = self._allocate(spec)
+        except (RuntimeError, MemoryError) as e:
+            raise RequestFailed(f"no memory to move the window of layer {spec.layer}: {e}") from e
         if spec.kind != "window" or stop - first > fresh[0].shape[0]:
             raise ValueError(f"rows [{start}, {stop}) do not fit a slot of {self._num_tokens} tokens")
         for new, old in zip(fresh, state.tensors, strict=True):

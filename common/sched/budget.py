@@ -17,13 +17,21 @@ MIN_TOKENS = 4
 MULTIPLE = 4
 # Chunks that share one forward with decode rows have one of these sizes: an engine prepares for each (replay.py).
 JOINT_SIZES = (4, 8, 16, 24, 32, 48, 64)
-# One in so many steps goes without a chunk, to see how long decode rows take alone.
-QUIET_EVERY = 24
+# One in so many steps goes without a chunk, to see how long decode rows take alone; so many in a row at most, since
+# the first ones of a new number of rows tell nothing.
+QUIET_EVERY, QUIET_TRIES = 24, 6
+# A single step counts as at most so many times what was known: it may have waited for the machine.
+MAX_SURPRISE = 2.0
 # How fast the averages follow, and how far one step may move the budget.
 WEIGHT = 0.3
 MAX_CHANGE = 2.0
 # A joint size is kept while it is at most so much too large: preparing for another is slow.
 MIN_CHANGE = 0.9
+
+
+def joint_size(size: int) -> int:
+    """The largest prepared size of a joint chunk up to `size`; itself when it is less than all, or more."""
+    return size if size > JOINT_SIZES[-1] else max((s for s in JOINT_SIZES if s <= size), default=size)
 
 
 # Aims at this part of the stretch: the next step is never quite like the last.
@@ -73,7 +81,7 @@ class TokenBudget:
         size = self.tokens(num_rows)
         if size > JOINT_SIZES[-1]:
             return 0
-        return size if self.fixed else max((s for s in JOINT_SIZES if s <= size), default=size)
+        return size if self.fixed else joint_size(size)
 
     def decode_s(self, num_rows: int) -> float:
         """How long so many decode rows take alone; 0 before anything is known.
@@ -88,6 +96,8 @@ class TokenBudget:
     def wants_quiet(self) -> bool:
         """Whether the next step should go without a chunk, so that its length can be seen. Asked once a step."""
         self._since_quiet += 1
+        if self._since_quiet > QUIET_EVERY + QUIET_TRIES:
+            self._since_quiet = 1
         return not self.fixed and self._since_quiet > QUIET_EVERY
 
     @property
@@ -99,7 +109,7 @@ class TokenBudget:
         """Learn from decode rows that took `decode_s` on their own."""
         self._since_quiet = 0
         known = self._quiet_s.get(num_rows, decode_s)
-        self._quiet_s[num_rows] = known + WEIGHT * (decode_s - known)
+        self._quiet_s[num_rows] = known + WEIGHT * (min(decode_s, MAX_SURPRISE * known) - known)
 
     def note_chunk(self, num_tokens: int, num_rows: int, step_s: float, *, is_settled: bool = True) -> None:
         """Learn from a step of `step_s` in all: decode rows and `num_tokens` of a prompt.

@@ -91,7 +91,8 @@ class Executor(Protocol):
     def decode(self, rows: Sequence[seq.Sequence], chunk: seq.Chunk | None = None) -> list[Sampled]:
         """Compute the one uncomputed token of every row and sample the next, in the order given.
 
-        With it the state of `chunk`, another sequence's, if `takes_chunks`.
+        With it the state of `chunk`, another sequence's, if `takes_chunks`; RequestFailed is about the chunk, and
+        leaves the rows as they were.
         """
 
     def prefill(self, chunk: seq.Chunk, on_layer: Callable[[int], None]) -> ChunkResult:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from common.errors import RequestFailed
 from common.request import FinishReason, PromptLogprobs, SamplingParams, TokenOutput
-from common.sched.budget import TokenBudget
+from common.sched.budget import TokenBudget, joint_size
 from common.sched.executor import ChunkResult, Sampled
 from common.sched.sequence import Batch, Chunk, Sequence
 from common.sched.slots import SlotAccounts
@@ -146,6 +146,8 @@ class Scheduler:
                 if seq.has_run and not seq.is_parked:
                     self._park(seq)
         for seq in [s for s in rows if s.is_parked]:
+            if seq.seq_id not in self.accounts:  # another choice of its request failed here
+                continue
             try:
                 seq.slot.unpark()
             except RequestFailed as e:
@@ -191,8 +193,10 @@ class Scheduler:
             size = (self.takes_chunks and self.budget.joint_tokens(num_rows)) or self.budget.tokens(num_rows)
         if seq.prompt_logprobs is not None:
             size = min(size, limits.max_logit_rows)
-        start = seq.num_computed_tokens
-        return Chunk(seq, start, start + min(size, seq.num_remaining))
+        size = min(size, seq.num_remaining)
+        if num_rows and self.takes_chunks:
+            size = joint_size(size)
+        return Chunk(seq, seq.num_computed_tokens, seq.num_computed_tokens + size)
 
     def update_rows(self, rows: tuple[Sequence, ...], sampled: list[Sampled]) -> list[Event]:
         """Append what the decode rows sampled; ended sequences leave and free their slots."""

@@ -33,7 +33,9 @@ class SlotAccounts:
         self._held[seq.seq_id] = dict(seq.slot.num_bytes)
 
     def rebook(self, seq: Sequence) -> None:
-        """The slot holds other memory than before (it was parked or came back)."""
+        """The slot holds other memory than before (it was parked or came back). Raises IntegrityError if not booked."""
+        if seq.seq_id not in self._held:
+            raise IntegrityError(f"sequence {seq.seq_id} is booked anew but was not booked")
         self._held[seq.seq_id] = dict(seq.slot.num_bytes)
 
     def release(self, seq: Sequence) -> None:

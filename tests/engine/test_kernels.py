@@ -365,6 +365,19 @@ def test_without_openmp_one_thread_does_all(monkeypatch, made) -> None:
         torch.set_num_threads(1)
 
 
+def test_bound_products_share_their_scratch_memory(made):
+    product = Product(made, [PackedWeight.pack(weight_in("int4", 48, 64), "int4")], [None])
+    num = kernel_code.UNPACK_FROM["int4"] + 3
+    x = random(num, 64)
+    first, second = torch.empty(num, 48), torch.empty(num, 48)
+    calls = [product.bind(x, out) for out in (first, second)]
+    assert len({call.__defaults__[0].data_ptr() for call in calls}) == 1
+    for call in calls:
+        call()
+    [expected] = product(x)
+    assert torch.equal(first, expected) and torch.equal(second, expected)
+
+
 @pytest.mark.skipif(kernel_llvm.LANES == 8, reason="this CPU's vectors are the narrow ones")
 def test_a_cpu_with_narrower_vectors_is_served_as_well():
     files = [str(Path(__file__).parent / f"test_{name}.py") for name in ("kernels", "kernel_attention", "kernel_norm")]

@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from common.engine.state import SlotState
+from common.errors import RequestFailed
 from tests.engine.families import FAMILIES
 
 # Latents and recurrent state; windows; recurrent state and rows in one layer; inputs of convolutions.
@@ -32,5 +34,70 @@ async def test_preempted_sequences_resume_exactly(tools, family, parks):
         assert [tools.ids(out) for out in outputs] == alone
         assert backend.worker.scheduler.num_preemptions >= 2
         await tools.until_idle(backend)
+    finally:
+        await backend.close()
+
+
+@pytest.mark.parametrize("victim", ["row", "joint chunk", "chunk"])
+async def test_no_memory_for_a_moving_window_ends_that_request_alone(tools, monkeypatch, victim):
+    backend = tools.tiny_backend(FAMILIES["Gemma3Text"].model(), 20, token_budget=8, max_batch=4)
+    await backend.start()
+    try:
+        others = tools.request(tools.prompt(3), max_tokens=60)
+        expected = tools.ids(await tools.local(backend, others))
+        steady = asyncio.create_task(tools.local(backend, others))
+        while backend.stats().num_running < 1:
+            await asyncio.sleep(0)
+        spared, allocate = backend.worker.scheduler._running[0].slot, SlotState._allocate
+
+        def without_memory(slot, spec):
+            if slot is not spared and slot._located is not None:  # in use already
+                raise RuntimeError("out of memory")
+            return allocate(slot, spec)
+
+        if victim == "chunk":
+            monkeypatch.setattr(type(backend.executor), "takes_chunks", False)
+        length = 30 if victim == "row" else 120
+        monkeypatch.setattr(SlotState, "_allocate", without_memory)
+        if victim != "row":
+            monkeypatch.setattr(SlotState, "_slide", _fails_for(spared, SlotState._slide))
+        with pytest.raises(RequestFailed, match="no memory"):
+            await tools.local(backend, tools.request(tools.prompt(length), max_tokens=60))
+        assert tools.ids(await steady) == expected
+        await tools.until_idle(backend)
+    finally:
+        await backend.close()
+
+
+def _fails_for(spared, slide):
+    def without_memory(slot, *args):
+        if slot is not spared:
+            raise RequestFailed("no memory to move the window")
+        slide(slot, *args)
+
+    return without_memory
+
+
+async def test_two_choices_that_cannot_come_back_end_their_request_alone(tools, monkeypatch):
+    backend = tools.tiny_backend(FAMILIES["Gemma3Text"].model(), 20, max_batch=2, parks=True)
+    await backend.start()
+    try:
+        low = asyncio.create_task(tools.local(backend, tools.request(tools.prompt(30), max_tokens=60, num_choices=2)))
+        while backend.stats().num_running < 2:
+            await asyncio.sleep(0)
+        allocate = SlotState._allocate
+
+        def without_memory(slot, spec):
+            if slot._parked:
+                raise RuntimeError("out of memory")
+            return allocate(slot, spec)
+
+        monkeypatch.setattr(SlotState, "_allocate", without_memory)
+        high = tools.request(tools.prompt(9), max_tokens=5, priority=1, num_choices=2)
+        assert len(tools.ids(await tools.local(backend, high))) >= 1
+        with pytest.raises(RequestFailed, match="no memory to bring back"):
+            await low
+        await tools.until_idle(backend)
+        assert tools.ids(await tools.local(backend, tools.request(tools.prompt(9), max_tokens=3)))
     finally:
         await backend.close()

@@ -16,7 +16,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delt
 
 from benchmarks.tiny_hybrid import evaluate, task
 from benchmarks.tiny_hybrid.inprocess import SPOILERS, LocalAnswerer
-from benchmarks.tiny_hybrid.kda import chunk_kda
+from benchmarks.tiny_hybrid.kda import chunk_kda, fast_kda
 from benchmarks.tiny_hybrid.model import MAX_CONTEXT, new_model, save_tokenizer
 from benchmarks.tiny_hybrid.train import Diverged, Stage, make_batch, save_model, train
 from decoded.tokenizer import Tokenizer
@@ -106,6 +106,18 @@ def test_strong_decay_and_large_gradients_stay_finite() -> None:
     args = [a.requires_grad_() for a in args]
     out, _ = chunk_kda(*args)
     assert all(g.isfinite().all() for g in torch.autograd.grad((1e8 * out).sum(), args))
+
+
+def test_training_form_of_the_forget_gate_equals_the_models_own_and_has_a_gradient_everywhere() -> None:
+    gate = new_model(3).model.layers[0].self_attn.forget_gate
+    x = 3.0 * torch.randn(1, 9, 128)
+    expected = gate(x)
+    with fast_kda():
+        torch.testing.assert_close(gate(x), expected)
+        gate.dt_bias.data.fill_(200.0)
+        gate(x).sum().backward()
+    assert torch.isfinite(gate.f_b_proj.weight.grad).all() and (gate.dt_bias.grad != 0).all()
+    assert gate.forward.__func__ is type(gate).forward and "log" in type(gate).forward.__code__.co_names
 
 
 def test_a_step_without_finite_gradients_changes_nothing_and_many_end_the_training() -> None:

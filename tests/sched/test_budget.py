@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.sched.budget import AIM, MIN_TOKENS, START_TOKENS, TokenBudget
+from common.sched.budget import AIM, MIN_TOKENS, QUIET_TRIES, START_TOKENS, TokenBudget, joint_size
 
 
 def settle(budget: TokenBudget, decode_s: float, fixed_s: float, token_s: float, steps: int = 60) -> float:
@@ -144,3 +144,27 @@ def test_a_step_that_took_longer_than_others_will_does_not_shrink_it():
     assert budget.joint_tokens(4) == before
     budget.note_chunk(before, 4, 2.0)
     assert budget.joint_tokens(4) < before
+
+
+def test_quiet_steps_that_tell_nothing_do_not_keep_prompts_waiting():
+    budget = TokenBudget(256)
+    asked = [budget.wants_quiet() for _ in range(300)]
+    longest = max(len(run) for run in "".join("q" if quiet else " " for quiet in asked).split())
+    assert longest == QUIET_TRIES
+    assert sum(asked) < 80
+
+
+def test_one_slow_step_hardly_moves_what_is_known():
+    budget = TokenBudget(256)
+    settle(budget, 0.05, 0.0, 0.004)
+    before = budget.decode_s(4)
+    budget.note_quiet(4, 10.0)
+    assert budget.decode_s(4) < 1.5 * before
+    for _ in range(12):
+        budget.note_quiet(4, 0.2)
+    assert budget.decode_s(4) == pytest.approx(0.2, rel=0.1)
+
+
+@pytest.mark.parametrize(("size", "part"), [(1, 1), (3, 3), (4, 4), (13, 8), (64, 64), (70, 70)])
+def test_the_end_of_a_prompt_is_computed_in_prepared_sizes(size, part):
+    assert joint_size(size) == part
