@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from common.engine.runner import Runner
 from common.engine.state import SlotState
 from common.errors import RequestFailed
 from tests.engine.families import FAMILIES
@@ -51,31 +52,20 @@ async def test_no_memory_for_a_moving_window_ends_that_request_alone(tools, monk
         spared, allocate = backend.worker.scheduler._running[0].slot, SlotState._allocate
 
         def without_memory(slot, spec):
-            if slot is not spared and slot._located is not None:  # in use already
+            if slot is not spared and hasattr(slot, "_layers"):  # it moves its window
                 raise RuntimeError("out of memory")
             return allocate(slot, spec)
 
         if victim == "chunk":
-            monkeypatch.setattr(type(backend.executor), "takes_chunks", False)
+            monkeypatch.setattr(Runner, "takes_chunks", False)
         length = 30 if victim == "row" else 120
         monkeypatch.setattr(SlotState, "_allocate", without_memory)
-        if victim != "row":
-            monkeypatch.setattr(SlotState, "_slide", _fails_for(spared, SlotState._slide))
         with pytest.raises(RequestFailed, match="no memory"):
             await tools.local(backend, tools.request(tools.prompt(length), max_tokens=60))
         assert tools.ids(await steady) == expected
         await tools.until_idle(backend)
     finally:
         await backend.close()
-
-
-def _fails_for(spared, slide):
-    def without_memory(slot, *args):
-        if slot is not spared:
-            raise RequestFailed("no memory to move the window")
-        slide(slot, *args)
-
-    return without_memory
 
 
 async def test_two_choices_that_cannot_come_back_end_their_request_alone(tools, monkeypatch):
