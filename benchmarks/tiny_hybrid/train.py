@@ -73,7 +73,7 @@ CURRICULUM = (
     Stage(400, 8, (task.Shape(160, 32, 8, 48, 64),), 0.2),
     Stage(400, 8, (task.shape_for(256),), 0.2),
     Stage(300, 6, (task.shape_for(512), task.shape_for(256))),
-    Stage(210, 4, (task.shape_for(1024), task.shape_for(256), task.shape_for(512))),
+    Stage(400, 4, (task.shape_for(1024), task.shape_for(256), task.shape_for(1536), task.shape_for(512))),
 )
 
 

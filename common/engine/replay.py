@@ -24,7 +24,7 @@ from common.engine.tape import Summary, Tape
 log = logging.getLogger(__name__)
 
 # Numbers of rows whose programs are kept, each with the activations of a step and two dozen kilobytes per layer.
-MAX_PROGRAMS = 64
+MAX_PROGRAMS = 128
 # A recording takes about two steps' time, the second with what is made of it about four: not for rare batch sizes.
 NUM_BEFORE = 3
 
