@@ -2,7 +2,8 @@
 
 It reads the slots in place; no context is ever gathered or padded. Rows of a decode batch are at different positions:
 kernels attend them all in one call (decode_rows.py), or torch does one by one where there are none. A chunk attends
-once. Called through transformers' AttentionInterface with a SlotContext.
+once, by a kernel of its own (chunk_attention.py) or torch. Called through transformers' AttentionInterface with a
+SlotContext.
 """
 
 from __future__ import annotations
@@ -100,8 +101,7 @@ def _attend_latents(query: torch.Tensor, number: int, context: SlotContext, scor
     if context.length > 1 and weights.expands(context.length):
         stop = context.starts[0] + context.length
         rows = context.slots[0].read(number, 0, stop)[0][:, 0].to(query.dtype)
-        mask = context.mask(0, 1, query)
-        out = weights.expanded(query[0], rows, mask, lambda q, k, v, m: _scored(q, k, v, m, scoring))
+        out = weights.expanded(query[0], rows, lambda q, k, v: _chunk_scored(q, k, v, context, scoring))
         return out.transpose(0, 1)[None]
     absorbed, outputs = weights.absorb(query), []
     if scoring.scale is None:
@@ -124,6 +124,9 @@ def _attend(
     scoring: Scoring,
 ) -> torch.Tensor:
     """One row: query [heads, c, dim] over keys and values [n, kv heads, dim]; returns [c, heads, dim]."""
+    done = _by_kernel(query, keys, values, context, window, scoring)
+    if done is not None:
+        return done
     heads, length, dim = query.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
@@ -134,6 +137,24 @@ def _attend(
     mask = context.mask(window, group, query) if length > 1 else None
     out = _scored(folded, k, v, mask, scoring)
     return out.reshape(heads, length, v.shape[-1]).transpose(0, 1)
+
+
+def _chunk_scored(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: SlotContext, scoring: Scoring
+) -> torch.Tensor:
+    """A chunk's query [1, heads, c, dim] over keys and values [1, heads, n, dim]; returns [1, heads, c, dim]."""
+    done = _by_kernel(query[0], keys[0].transpose(0, 1), values[0].transpose(0, 1), context, 0, scoring)
+    if done is not None:
+        return done.transpose(0, 1)[None]
+    return _scored(query, keys, values, context.mask(0, 1, query), scoring)
+
+
+def _by_kernel(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: SlotContext, window: int, scoring: Scoring
+) -> torch.Tensor | None:
+    if context.chunks is None or scoring.softcap is not None:
+        return None
+    return context.chunks.attend(query, keys, values, window=window, scale=scoring.scale, sinks=scoring.sinks)
 
 
 def _scored(

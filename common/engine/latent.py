@@ -20,8 +20,8 @@ from common.errors import StartupError
 MAX_EXPANDED_BYTES = 64 << 20
 NEEDED = ("kv_b_proj", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 
-# query [1, heads, c, d], keys [1, heads, n, d], values [1, heads, n, dv], mask [c, n] or None -> [1, heads, c, dv]
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+# query [1, heads, c, d], keys [1, heads, n, d], values [1, heads, n, dv] -> [1, heads, c, dv]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def is_latent(module: Any) -> bool:
@@ -60,9 +60,7 @@ class LatentWeights:
         build = self.rank * (self.nope + self.v)
         return bool(num_queries * (2 * self.rank + self.rope) > build + num_queries * (self.nope + self.rope + self.v))
 
-    def expanded(
-        self, query: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor | None, attend: Attend
-    ) -> torch.Tensor:
+    def expanded(self, query: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
         """query [heads, c, nope + rope] over rows [n, rank + rope]; returns [heads, c, v]."""
         latent, rope = rows[:, : self.rank], rows[:, self.rank :]
         heads, num = query.shape[0], rows.shape[0]
@@ -73,5 +71,5 @@ class LatentWeights:
             nope = torch.matmul(latent, self.up_k[part].transpose(1, 2))
             keys = torch.cat([nope, rope.expand(nope.shape[0], -1, -1)], dim=-1)
             values = torch.matmul(latent, self.up_v[part].transpose(1, 2))
-            outputs.append(attend(query[None, part], keys[None], values[None], mask)[0])
+            outputs.append(attend(query[None, part], keys[None], values[None])[0])
         return torch.cat(outputs)

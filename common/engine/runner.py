@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from common.engine.attention import ATTENTION_NAME
+from common.engine.chunk_attention import ChunkAttention
 from common.engine.compiled import compile_parts
 from common.engine.decode_rows import DecodeAttention
 from common.engine.fixed import FixedBatch, FixedLayout, FixedRows
@@ -129,9 +130,10 @@ class Runner:
         self._latents = {self._index.rows(layer): LatentWeights(module) for layer, module in latents.items()}
         self._layout, manifest = layout, loaded.manifest
         self._attention: DecodeAttention | None = None
+        self._chunks: ChunkAttention | None = None
         if options.weights != "torch" and options.dtype == "float32" and self._device.type == "cpu":
             ranks = {number: weights.rank for number, weights in self._latents.items()}
-            self._attention = DecodeAttention.make(layout, ranks)
+            self._attention, self._chunks = DecodeAttention.make(layout, ranks), ChunkAttention.make()
         self.facts = ModelInfo(
             name=manifest.name,
             weights_digest=manifest.weights_digest,
@@ -262,6 +264,7 @@ class Runner:
     def _chunk_context(self, slot: SlotState, start: int, stop: int) -> SlotContext:
         """For a chunk of one sequence."""
         context = SlotContext(self._index, [slot], [start], stop - start, is_chunk=True, latents=self._latents)
+        context.chunks = self._chunks
         if self._fixed.num_bytes:
             context.fixed = FixedRows(self._fixed, slot.fixed[None])
         return context

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone knows
 from transformers.cache_utils import Cache
 
+from common.engine.chunk_attention import ChunkAttention
 from common.engine.decode_rows import DecodeRows
 from common.engine.fixed import FixedRows
 from common.engine.state import SlotState
@@ -71,6 +72,7 @@ class SlotContext:
         stops_early: the forward may be abandoned when all state is written.
         latents: weights for attention over latents, by state number (common/engine/latent.py).
         rows: writes and attends, when kernels do that for decode rows.
+        chunks: attends, when a kernel does that for a chunk.
     """
 
     index: StateIndex
@@ -84,6 +86,7 @@ class SlotContext:
     stops_early: bool = False
     latents: dict[int, Any] = field(default_factory=dict)
     rows: DecodeRows | None = None
+    chunks: ChunkAttention | None = None
     masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     def write(self, number: int, first: torch.Tensor, second: torch.Tensor) -> None:

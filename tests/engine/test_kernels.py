@@ -380,7 +380,10 @@ def test_bound_products_share_their_scratch_memory(made):
 
 @pytest.mark.skipif(kernel_llvm.LANES == 8, reason="this CPU's vectors are the narrow ones")
 def test_a_cpu_with_narrower_vectors_is_served_as_well():
-    files = [str(Path(__file__).parent / f"test_{name}.py") for name in ("kernels", "kernel_attention", "kernel_norm")]
+    files = [
+        str(Path(__file__).parent / f"test_{name}.py")
+        for name in ("kernels", "kernel_attention", "kernel_norm", "chunk_attention")
+    ]
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)

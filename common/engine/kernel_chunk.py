@@ -1,0 +1,336 @@
+"""Machine code for attention of a chunk of one sequence over its slot, made with LLVM at run time for this CPU.
+
+The unit of work is one key head and some tokens of the chunk with all query heads that share it: the rows of two small
+matrix products per block of keys, between them the softmax, whose maxima and sums are carried from block to block
+(Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135). Units, and the order of every sum, follow from
+the layer's shape and the chunk alone, so threads change no bit. NaN and infinity go the way of IEEE. Knows addresses,
+no tensors and no slots. Used by chunk_attention.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from common.engine.kernel_blocks import _MASK, exp, finite, fma, functions, greater, lanes_below, load, store
+from common.engine.kernel_llvm import LANES, VECTOR, Code, Once, add, compile_module, entry_code, shuffle, splat, tree
+
+BLOCK = 64  # keys that a unit attends to at a time
+# Rows of a product's tile, and vectors of its columns: ROWS * PANEL sums, PANEL and one more fill the registers.
+ROWS, PANEL = 6, 4 if LANES == 16 else 2
+UNIT_ROWS = 96  # about so many rows in a unit: they share the transposed keys
+# Slots (int64) of a call; the first two are counters that threads take units and scratch memory by. Strides count
+# floats, `scale` is the bits of a float. Keys and values: addresses of position `first`. `scratch_size` in floats.
+CALL = (
+    "next", "next_scratch", "units", "kv_heads", "group", "key_dim", "value_dim", "window", "scale", "first", "start",
+    "length", "unit_tokens", "keys", "key_token", "key_head", "values", "value_token", "value_head", "query",
+    "query_token", "query_head", "sinks", "out", "scratch", "scratch_size",
+)  # fmt: skip
+
+Attend = Callable[[int, int], None]
+_LOWEST = "splat (float 0xFFF0000000000000)"
+
+
+def _compile() -> tuple[Attend, object]:
+    engine = compile_module(source)
+    signature = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int32)
+    return signature(engine.get_function_address("attend_chunk")), engine
+
+
+# f(call, threads) and what owns its code, compiled at the first call. Calls may run at once, each with its own record.
+chunk_kernel = Once(_compile, "kernels for attention of chunks are not available, torch attends")
+
+
+def scratch_floats(rows: int, key_dim: int, value_dim: int) -> int:
+    """Memory of one thread for units of `rows` rows; a multiple of a vector."""
+    rows, key_dim = -(-rows // ROWS) * ROWS, -(-key_dim // LANES) * LANES
+    size = rows * (key_dim + value_dim + 2) + BLOCK * (key_dim + ROWS) + ROWS
+    return -(-size // 16) * 16
+
+
+def source(parallel: int) -> str:
+    """The LLVM module; `parallel` is the address of GOMP_parallel, or 0 where there is none."""
+    parts = ["declare i64 @llvm.smax.i64(i64, i64)", "declare i64 @llvm.smin.i64(i64, i64)", *functions()]
+    parts += [_transpose(), _product(PANEL, is_scaled=False)]
+    parts += [_product(vectors, is_scaled=True) for vectors in range(1, PANEL + 1)]
+    return "\n".join([*parts, _softmax(), _tile(), _unit(), _worker(), _entry(parallel)])
+
+
+def _least(code: Code, a: str, b: str | int) -> str:
+    return code.value(f"call i64 @llvm.smin.i64(i64 {a}, i64 {b})")
+
+
+def _transpose() -> str:
+    """to[column, token] = keys[token, column] of %num <= BLOCK tokens; zeros where either is missing."""
+    code = Code()
+    code.do("entry:")
+
+    def square(token: str, column: str) -> None:
+        left = code.number("sub", "%dim", column)
+        vectors = []
+        for i in range(LANES):
+            at = code.number("add", token, i)
+            is_there = code.value(f"icmp slt i64 {at}, %num")
+            width = code.value(f"select i1 {is_there}, i64 {left}, i64 0")
+            row = code.at("%keys", code.number("mul", at, "%stride"), "float")
+            vectors.append(load(code, row, column, lanes_below(code, width)))
+        apart = LANES // 2
+        while apart:
+            vectors = _exchange(code, vectors, apart)
+            apart //= 2
+        for i, vector in enumerate(vectors):
+            row = code.number("mul", code.number("add", column, i), BLOCK)
+            store(code, vector, "%to", code.number("add", row, token))
+
+    code.each(
+        str(BLOCK),
+        lambda token: code.each("%dim", lambda column: square(token, column), step=LANES),
+        step=LANES,
+    )
+    code.do("ret void")
+    args = "ptr %keys, i64 %stride, i64 %num, i64 %dim, ptr noalias %to"
+    return code.function(f"internal void @transpose({args}) noinline nounwind")
+
+
+def _exchange(code: Code, vectors: list[str], width: int) -> list[str]:
+    """One step of a transposition: vectors `width` apart swap blocks of as many lanes."""
+    found = list(vectors)
+    low = [lane if not lane & width else LANES + lane - width for lane in range(LANES)]
+    high = [lane + width if not lane & width else LANES + lane for lane in range(LANES)]
+    for i in range(LANES):
+        if not i & width:
+            a, b = vectors[i], vectors[i + width]
+            found[i], found[i + width] = shuffle(code, a, b, low), shuffle(code, a, b, high)
+    return found
+
+
+def _product(vectors: int, *, is_scaled: bool) -> str:
+    """c[row, column] = a[row, :] b[:, column] for ROWS rows and some vectors of columns; `scaled` adds c times %by."""
+    code = Code()
+    code.do("entry:")
+    rows = [code.at("%a", code.number("mul", "%a_row", r), "float") for r in range(ROWS)]
+    outs = [code.at("%c", code.number("mul", "%c_row", r), "float") for r in range(ROWS)]
+    first = ["zeroinitializer"] * (ROWS * vectors)
+    if is_scaled:
+        factors = [splat(code, code.load("%by", r, "float")) for r in range(ROWS)]
+        first = [
+            code.value(f"fmul {VECTOR} {load(code, outs[r], str(v * LANES))}, {factors[r]}")
+            for r in range(ROWS)
+            for v in range(vectors)
+        ]
+
+    def step(k: str, sums: list[str]) -> list[str]:
+        line = code.at("%b", code.number("mul", k, "%b_row"), "float")
+        columns = [load(code, line, str(v * LANES)) for v in range(vectors)]
+        fresh = []
+        for r in range(ROWS):
+            x = splat(code, code.load(rows[r], k, "float"))
+            fresh += [fma(code, x, columns[v], sums[r * vectors + v]) for v in range(vectors)]
+        return fresh
+
+    _, *sums = code.loop("%num", step, carried=[(VECTOR, s) for s in first])
+    for r in range(ROWS):
+        for v in range(vectors):
+            store(code, sums[r * vectors + v], outs[r], str(v * LANES))
+    code.do("ret void")
+    name = f"scaled_{vectors}" if is_scaled else "fresh"
+    args = "ptr %a, i64 %a_row, i64 %num, ptr %b, i64 %b_row, ptr %c, i64 %c_row, ptr %by"
+    return code.function(f"internal void @{name}({args}) noinline nounwind")
+
+
+def _softmax() -> str:
+    """A row's scores, of which columns [%low, %high) count, become weights; its maximum, sum and %by follow."""
+    code = Code()
+    code.do("entry:")
+    scores = []
+    for start in range(0, BLOCK, LANES):
+        below = lanes_below(code, code.number("sub", "%high", start))
+        early = lanes_below(code, code.number("sub", "%low", start))
+        own = code.value(f"select {_MASK} {below}, {VECTOR} {load(code, '%scores', str(start))}, {VECTOR} {_LOWEST}")
+        scores.append(code.value(f"select {_MASK} {early}, {VECTOR} {_LOWEST}, {VECTOR} {own}"))
+    most = scores[0]
+    for vector in scores[1:]:
+        most = greater(code, vector, most)
+    here, before = tree(code, most, greater), code.load("%most", 0, "float")
+    more = code.value(f"fcmp ogt float {here}, {before}")
+    maximum = code.value(f"select i1 {more}, float {here}, float {before}")
+    base = finite(code, maximum)
+    fading = exp(code, splat(code, code.value(f"fsub float {before}, {base}")))
+    by = code.value(f"extractelement {VECTOR} {fading}, i32 0")
+    total, spread = "zeroinitializer", splat(code, base)
+    for i, vector in enumerate(scores):
+        weight = exp(code, code.value(f"fsub {VECTOR} {vector}, {spread}"))
+        store(code, weight, "%scores", str(i * LANES))
+        total = add(code, total, weight)
+    kept = code.value(f"fmul float {code.load('%sum', 0, 'float')}, {by}")
+    code.do(f"store float {code.value(f'fadd float {kept}, {tree(code, total, add)}')}, ptr %sum, align 4")
+    code.do(f"store float {maximum}, ptr %most, align 4", f"store float {by}, ptr %by, align 4", "ret void")
+    args = "ptr %scores, i64 %low, i64 %high, ptr %most, ptr %sum, ptr %by"
+    return code.function(f"internal void @softmax_row({args}) noinline nounwind")
+
+
+def _tile() -> str:
+    """ROWS rows attend to a block of %num keys from position %at on. Nothing is done where no row sees any of them."""
+    code = Code()
+    code.do("entry:")
+
+    def bounds(row: str) -> tuple[str, str]:
+        token = _least(code, code.number("udiv", row, "%group"), "%last")
+        high = code.number("sub", code.number("add", code.number("add", "%position", token), 1), "%at")
+        has_window = code.value("icmp ne i64 %window, 0")
+        early = code.number("sub", high, "%window")
+        return code.value(f"select i1 {has_window}, i64 {early}, i64 0"), high
+
+    _, latest = bounds(code.number("add", "%row", ROWS - 1))
+    earliest, _ = bounds("%row")
+    some = code.value(f"icmp sgt i64 {latest}, 0")
+    inside = code.value(f"icmp slt i64 {earliest}, %num")
+    code.do(f"%is_seen = and i1 {some}, {inside}", "br i1 %is_seen, label %work, label %end", "work:")
+    for start in range(0, BLOCK, PANEL * LANES):
+        keys, scores = code.at("%keys", start, "float"), code.at("%scores", start, "float")
+        code.do(
+            f"call void @fresh(ptr %query, i64 %padded, i64 %padded, ptr {keys}, i64 {BLOCK}, "
+            f"ptr {scores}, i64 {BLOCK}, ptr %by)"
+        )
+
+    def row(r: str) -> None:
+        low, high = bounds(code.number("add", "%row", r))
+        places = [code.at(base, r, "float") for base in ("%most", "%sum", "%by")]
+        scores = code.at("%scores", code.number("mul", r, BLOCK), "float")
+        code.do(f"call void @softmax_row(ptr {scores}, i64 {low}, i64 {high}, ptr {', ptr '.join(places)})")
+
+    code.each(str(ROWS), row)
+
+    def columns(column: str, vectors: int) -> None:
+        values, out = code.at("%values", column, "float"), code.at("%out", column, "float")
+        code.do(
+            f"call void @scaled_{vectors}(ptr %scores, i64 {BLOCK}, i64 %num, ptr {values}, i64 %value_token, "
+            f"ptr {out}, i64 %value_dim, ptr %by)"
+        )
+
+    wide = PANEL * LANES
+    column = code.each(code.number("sub", "%value_dim", wide - 1), lambda c: columns(c, PANEL), step=wide)
+    code.each("%value_dim", lambda c: columns(c, 1), start=column, step=LANES)
+    code.do("br label %end", "end:", "ret void")
+    args = (
+        "i64 %row, i64 %group, i64 %last, i64 %position, i64 %window, i64 %at, i64 %num, ptr %query, i64 %padded, "
+        "ptr %keys, ptr %scores, ptr %values, i64 %value_token, i64 %value_dim, ptr %out, ptr %most, ptr %sum, ptr %by"
+    )
+    return code.function(f"internal void @tile({args}) noinline nounwind")
+
+
+def _unit() -> str:
+    """One key head and tokens [%token, %token + %num) of the chunk."""
+    code = Code()
+    code.do("entry:")
+    call = code.slots("%call", CALL)
+    group, key_dim, value_dim = call["group"], call["key_dim"], call["value_dim"]
+    padded = code.number("and", code.number("add", key_dim, LANES - 1), -LANES)
+    last = code.number("sub", "%num", 1)
+    num_rows = code.number("mul", "%num", group)
+    rows = code.number("mul", code.number("udiv", code.number("add", num_rows, ROWS - 1), ROWS), ROWS)
+    keys = code.at("%scratch", code.number("mul", rows, padded), "float")
+    scores = code.at(keys, code.number("mul", padded, BLOCK), "float")
+    outs = code.at(scores, ROWS * BLOCK, "float")
+    most = code.at(outs, code.number("mul", rows, value_dim), "float")
+    sums = code.at(most, rows, "float")
+    by = code.at(sums, rows, "float")
+    bits = code.value(f"trunc i64 {call['scale']} to i32")
+    scale = code.value(f"bitcast i32 {bits} to float")
+
+    def head_of(row: str) -> str:
+        return code.number("add", code.number("mul", "%head", group), code.number("urem", row, group))
+
+    def prepare(row: str) -> None:
+        own = _least(code, row, code.number("sub", num_rows, 1))  # rows behind the last are copies of it
+        token, head = code.number("add", "%token", code.number("udiv", own, group)), head_of(own)
+        place = code.number("mul", token, call["query_token"])
+        place = code.number("add", place, code.number("mul", head, call["query_head"]))
+        query = code.at(code.pointer(call["query"]), place, "float")
+        to = code.at("%scratch", code.number("mul", row, padded), "float")
+        code.do(f"call void @query(ptr {query}, i64 {key_dim}, float {scale}, ptr {to})")
+        sink = code.load(code.pointer(call["sinks"]), head, "float")
+        is_none = code.value(f"fcmp oeq float {sink}, 0xFFF0000000000000")
+        own_weight = code.value(f"select i1 {is_none}, float 0.0, float 1.0")
+        code.do(f"store float {sink}, ptr {code.at(most, row, 'float')}, align 4")
+        code.do(f"store float {own_weight}, ptr {code.at(sums, row, 'float')}, align 4")
+        out = code.at(outs, code.number("mul", row, value_dim), "float")
+        code.each(value_dim, lambda c: store(code, "zeroinitializer", out, c), step=LANES)
+
+    code.each(rows, prepare)
+    position = code.number("add", call["start"], "%token")
+    stop = code.number("add", code.number("add", position, last), 1)
+    has_window = code.value(f"icmp ne i64 {call['window']}, 0")
+    early = code.number("add", code.number("sub", position, call["window"]), 1)
+    begin = code.value(f"select i1 {has_window}, i64 {early}, i64 0")
+    begin = code.value(f"call i64 @llvm.smax.i64(i64 {begin}, i64 {call['first']})")
+
+    def block(at: str) -> None:
+        num = _least(code, code.number("sub", stop, at), BLOCK)
+        token = code.number("sub", at, call["first"])
+        places = []
+        for name in ("key", "value"):
+            place = code.number("mul", token, call[f"{name}_token"])
+            place = code.number("add", place, code.number("mul", "%head", call[f"{name}_head"]))
+            places.append(code.at(code.pointer(call[f"{name}s"]), place, "float"))
+        code.do(f"call void @transpose(ptr {places[0]}, i64 {call['key_token']}, i64 {num}, i64 {key_dim}, ptr {keys})")
+
+        def tile(row: str) -> None:
+            query = code.at("%scratch", code.number("mul", row, padded), "float")
+            out = code.at(outs, code.number("mul", row, value_dim), "float")
+            ends = f"ptr {code.at(most, row, 'float')}, ptr {code.at(sums, row, 'float')}, ptr {by}"
+            code.do(
+                f"call void @tile(i64 {row}, i64 {group}, i64 {last}, i64 {position}, i64 {call['window']}, i64 {at}, "
+                f"i64 {num}, ptr {query}, i64 {padded}, ptr {keys}, ptr {scores}, ptr {places[1]}, "
+                f"i64 {call['value_token']}, i64 {value_dim}, ptr {out}, {ends})"
+            )
+
+        code.each(rows, tile, step=ROWS)
+
+    code.each(stop, block, start=begin, step=BLOCK)
+    heads = code.number("mul", call["kv_heads"], group)
+
+    def finish(row: str) -> None:
+        token = code.number("add", "%token", code.number("udiv", row, group))
+        place = code.number("add", code.number("mul", token, heads), head_of(row))
+        to = code.at(code.pointer(call["out"]), code.number("mul", place, value_dim), "float")
+        out = code.at(outs, code.number("mul", row, value_dim), "float")
+        total = splat(code, code.load(sums, row, "float"))
+
+        def divide(c: str) -> None:
+            store(code, code.value(f"fdiv {VECTOR} {load(code, out, c)}, {total}"), to, c)
+
+        code.each(value_dim, divide, step=LANES)
+
+    code.each(num_rows, finish)
+    code.do("ret void")
+    return code.function(
+        "internal void @unit(ptr %call, i64 %head, i64 %token, i64 %num, ptr %scratch) noinline nounwind"
+    )
+
+
+def _worker() -> str:
+    """One thread's share of a call: takes unit after unit, the last tokens, with most to do, first."""
+    code = Code()
+    code.do("entry:")
+    call = code.slots("%call", CALL)
+    turn = code.value(f"atomicrmw add ptr {code.at('%call', 1, 'i64')}, i64 1 monotonic")
+    scratch = code.at(code.pointer(call["scratch"]), code.number("mul", turn, call["scratch_size"]), "float")
+    code.do("br label %take", "take:", "%taken = atomicrmw add ptr %call, i64 1 monotonic")
+    code.do(f"%more = icmp slt i64 %taken, {call['units']}", "br i1 %more, label %work, label %end", "work:")
+    unit = code.number("sub", code.number("sub", call["units"], 1), "%taken")
+    head, part = code.number("urem", unit, call["kv_heads"]), code.number("udiv", unit, call["kv_heads"])
+    token = code.number("mul", part, call["unit_tokens"])
+    num = _least(code, code.number("sub", call["length"], token), call["unit_tokens"])
+    code.do(f"call void @unit(ptr %call, i64 {head}, i64 {token}, i64 {num}, ptr {scratch})", "br label %take")
+    code.do("end:", "ret void")
+    return code.function("internal void @chunk_worker(ptr %call) nounwind")
+
+
+def _entry(parallel: int) -> str:
+    """Attends here or on `threads` threads."""
+    code = Code()
+    code.do("entry:", "%call = inttoptr i64 %call_at to ptr", "store i64 0, ptr %call")
+    code.do(f"store i64 0, ptr {code.at('%call', 1, 'i64')}")
+    entry_code(code, "chunk_worker", "%call", parallel)
+    return code.function("void @attend_chunk(i64 %call_at, i32 %threads)")
