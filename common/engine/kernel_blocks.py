@@ -22,12 +22,12 @@ _LN2 = (0.693145751953125, 1.4286068203e-06)
 _EXP_LOWEST = -87.0  # below it, e^x is taken as 0: with a sum of at least 1, no result can tell
 _ROUND = 12582912.0  # 1.5 * 2^23: adding it leaves a rounded number in the low bits
 
-_MASK, INTS = f"<{LANES} x i1>", f"<{LANES} x i32>"
+MASK, INTS = f"<{LANES} x i1>", f"<{LANES} x i32>"
 DECLARATIONS = (
     "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)",
     FMA,
-    f"declare {VECTOR} @llvm.masked.load.v{LANES}f32.p0(ptr, i32, {_MASK}, {VECTOR})",
-    f"declare void @llvm.masked.store.v{LANES}f32.p0({VECTOR}, ptr, i32, {_MASK})",
+    f"declare {VECTOR} @llvm.masked.load.v{LANES}f32.p0(ptr, i32, {MASK}, {VECTOR})",
+    f"declare void @llvm.masked.store.v{LANES}f32.p0({VECTOR}, ptr, i32, {MASK})",
 )
 
 
@@ -46,7 +46,7 @@ def load(code: Code, base: str, index: str, mask: str = "") -> str:
     if not mask:
         return code.value(f"load {VECTOR}, ptr {place}, align 4")
     return code.value(
-        f"call {VECTOR} @llvm.masked.load.v{LANES}f32.p0(ptr {place}, i32 4, {_MASK} {mask}, {VECTOR} zeroinitializer)"
+        f"call {VECTOR} @llvm.masked.load.v{LANES}f32.p0(ptr {place}, i32 4, {MASK} {mask}, {VECTOR} zeroinitializer)"
     )
 
 
@@ -54,7 +54,7 @@ def store(code: Code, vector: str, base: str, index: str, mask: str = "") -> Non
     """A vector to base[index] on; lanes outside the mask are not touched."""
     place = code.at(base, index, "float")
     if mask:
-        code.do(f"call void @llvm.masked.store.v{LANES}f32.p0({VECTOR} {vector}, ptr {place}, i32 4, {_MASK} {mask})")
+        code.do(f"call void @llvm.masked.store.v{LANES}f32.p0({VECTOR} {vector}, ptr {place}, i32 4, {MASK} {mask})")
     else:
         code.do(f"store {VECTOR} {vector}, ptr {place}, align 4")
 
@@ -107,7 +107,7 @@ def exp(code: Code, x: str) -> str:
     power = code.value(f"add {INTS} {exponent}, splat (i32 {127 << 23})")
     value = code.value(f"fmul {VECTOR} {value}, {code.value(f'bitcast {INTS} {power} to {VECTOR}')}")
     below = code.value(f"fcmp olt {VECTOR} {x}, {_constant(_EXP_LOWEST)}")
-    return code.value(f"select {_MASK} {below}, {VECTOR} zeroinitializer, {VECTOR} {value}")
+    return code.value(f"select {MASK} {below}, {VECTOR} zeroinitializer, {VECTOR} {value}")
 
 
 # -- one block, `heads` query heads of one key head

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from common.engine.kernel_blocks import _MASK, exp, finite, fma, functions, greater, lanes_below, load, store
+from common.engine.kernel_blocks import MASK, exp, finite, fma, functions, greater, lanes_below, load, store
 from common.engine.kernel_llvm import LANES, VECTOR, Code, Once, add, compile_module, entry_code, shuffle, splat, tree
 
 BLOCK = 64  # keys that a unit attends to at a time
@@ -146,8 +146,8 @@ def _softmax() -> str:
     for start in range(0, BLOCK, LANES):
         below = lanes_below(code, code.number("sub", "%high", start))
         early = lanes_below(code, code.number("sub", "%low", start))
-        own = code.value(f"select {_MASK} {below}, {VECTOR} {load(code, '%scores', str(start))}, {VECTOR} {_LOWEST}")
-        scores.append(code.value(f"select {_MASK} {early}, {VECTOR} {_LOWEST}, {VECTOR} {own}"))
+        own = code.value(f"select {MASK} {below}, {VECTOR} {load(code, '%scores', str(start))}, {VECTOR} {_LOWEST}")
+        scores.append(code.value(f"select {MASK} {early}, {VECTOR} {_LOWEST}, {VECTOR} {own}"))
     most = scores[0]
     for vector in scores[1:]:
         most = greater(code, vector, most)
@@ -219,53 +219,67 @@ def _tile() -> str:
     return code.function(f"internal void @tile({args}) noinline nounwind")
 
 
-def _unit() -> str:
-    """One key head and tokens [%token, %token + %num) of the chunk."""
-    code = Code()
-    code.do("entry:")
-    call = code.slots("%call", CALL)
-    group, key_dim, value_dim = call["group"], call["key_dim"], call["value_dim"]
-    padded = code.number("and", code.number("add", key_dim, LANES - 1), -LANES)
-    last = code.number("sub", "%num", 1)
-    num_rows = code.number("mul", "%num", group)
-    rows = code.number("mul", code.number("udiv", code.number("add", num_rows, ROWS - 1), ROWS), ROWS)
-    keys = code.at("%scratch", code.number("mul", rows, padded), "float")
-    scores = code.at(keys, code.number("mul", padded, BLOCK), "float")
-    outs = code.at(scores, ROWS * BLOCK, "float")
-    most = code.at(outs, code.number("mul", rows, value_dim), "float")
-    sums = code.at(most, rows, "float")
-    by = code.at(sums, rows, "float")
-    bits = code.value(f"trunc i64 {call['scale']} to i32")
-    scale = code.value(f"bitcast i32 {bits} to float")
+class _Unit:
+    """Code of a unit: key head %head, tokens [%token, %token + %num) of the chunk; places in its scratch memory."""
 
-    def head_of(row: str) -> str:
-        return code.number("add", code.number("mul", "%head", group), code.number("urem", row, group))
+    def __init__(self, code: Code) -> None:
+        self.code, self.call = code, code.slots("%call", CALL)
+        group, value_dim = self.call["group"], self.call["value_dim"]
+        self.padded = code.number("and", code.number("add", self.call["key_dim"], LANES - 1), -LANES)
+        self.last = code.number("sub", "%num", 1)
+        self.num_rows = code.number("mul", "%num", group)
+        tiles = code.number("udiv", code.number("add", self.num_rows, ROWS - 1), ROWS)
+        self.rows = code.number("mul", tiles, ROWS)
+        self.keys = code.at("%scratch", code.number("mul", self.rows, self.padded), "float")
+        self.scores = code.at(self.keys, code.number("mul", self.padded, BLOCK), "float")
+        self.outs = code.at(self.scores, ROWS * BLOCK, "float")
+        self.most = code.at(self.outs, code.number("mul", self.rows, value_dim), "float")
+        self.sums = code.at(self.most, self.rows, "float")
+        self.by = code.at(self.sums, self.rows, "float")
 
-    def prepare(row: str) -> None:
-        own = _least(code, row, code.number("sub", num_rows, 1))  # rows behind the last are copies of it
-        token, head = code.number("add", "%token", code.number("udiv", own, group)), head_of(own)
+    def token_and_head(self, row: str) -> tuple[str, str]:
+        """Of the chunk, and among all query heads."""
+        code, group = self.code, self.call["group"]
+        head = code.number("add", code.number("mul", "%head", group), code.number("urem", row, group))
+        return code.number("add", "%token", code.number("udiv", row, group)), head
+
+    def out(self, row: str) -> str:
+        """Where a row's result is summed up."""
+        code = self.code
+        return code.at(self.outs, code.number("mul", row, self.call["value_dim"]), "float")
+
+    def prepare(self, row: str) -> None:
+        """Query times scale, and the state of the softmax before the first key. Rows behind the last are copies."""
+        code, call = self.code, self.call
+        token, head = self.token_and_head(_least(code, row, code.number("sub", self.num_rows, 1)))
         place = code.number("mul", token, call["query_token"])
         place = code.number("add", place, code.number("mul", head, call["query_head"]))
         query = code.at(code.pointer(call["query"]), place, "float")
-        to = code.at("%scratch", code.number("mul", row, padded), "float")
-        code.do(f"call void @query(ptr {query}, i64 {key_dim}, float {scale}, ptr {to})")
+        to = code.at("%scratch", code.number("mul", row, self.padded), "float")
+        bits = code.value(f"trunc i64 {call['scale']} to i32")
+        scale = code.value(f"bitcast i32 {bits} to float")
+        code.do(f"call void @query(ptr {query}, i64 {call['key_dim']}, float {scale}, ptr {to})")
         sink = code.load(code.pointer(call["sinks"]), head, "float")
         is_none = code.value(f"fcmp oeq float {sink}, 0xFFF0000000000000")
-        own_weight = code.value(f"select i1 {is_none}, float 0.0, float 1.0")
-        code.do(f"store float {sink}, ptr {code.at(most, row, 'float')}, align 4")
-        code.do(f"store float {own_weight}, ptr {code.at(sums, row, 'float')}, align 4")
-        out = code.at(outs, code.number("mul", row, value_dim), "float")
-        code.each(value_dim, lambda c: store(code, "zeroinitializer", out, c), step=LANES)
+        weight = code.value(f"select i1 {is_none}, float 0.0, float 1.0")
+        code.do(f"store float {sink}, ptr {code.at(self.most, row, 'float')}, align 4")
+        code.do(f"store float {weight}, ptr {code.at(self.sums, row, 'float')}, align 4")
+        out = self.out(row)
+        code.each(call["value_dim"], lambda c: store(code, "zeroinitializer", out, c), step=LANES)
 
-    code.each(rows, prepare)
-    position = code.number("add", call["start"], "%token")
-    stop = code.number("add", code.number("add", position, last), 1)
-    has_window = code.value(f"icmp ne i64 {call['window']}, 0")
-    early = code.number("add", code.number("sub", position, call["window"]), 1)
-    begin = code.value(f"select i1 {has_window}, i64 {early}, i64 0")
-    begin = code.value(f"call i64 @llvm.smax.i64(i64 {begin}, i64 {call['first']})")
+    def attend(self) -> None:
+        """To every block of keys that a row sees."""
+        code, call = self.code, self.call
+        position = code.number("add", call["start"], "%token")
+        stop = code.number("add", code.number("add", position, self.last), 1)
+        has_window = code.value(f"icmp ne i64 {call['window']}, 0")
+        early = code.number("add", code.number("sub", position, call["window"]), 1)
+        begin = code.value(f"select i1 {has_window}, i64 {early}, i64 0")
+        begin = code.value(f"call i64 @llvm.smax.i64(i64 {begin}, i64 {call['first']})")
+        code.each(stop, lambda at: self._block(at, position, stop), start=begin, step=BLOCK)
 
-    def block(at: str) -> None:
+    def _block(self, at: str, position: str, stop: str) -> None:
+        code, call = self.code, self.call
         num = _least(code, code.number("sub", stop, at), BLOCK)
         token = code.number("sub", at, call["first"])
         places = []
@@ -273,36 +287,43 @@ def _unit() -> str:
             place = code.number("mul", token, call[f"{name}_token"])
             place = code.number("add", place, code.number("mul", "%head", call[f"{name}_head"]))
             places.append(code.at(code.pointer(call[f"{name}s"]), place, "float"))
-        code.do(f"call void @transpose(ptr {places[0]}, i64 {call['key_token']}, i64 {num}, i64 {key_dim}, ptr {keys})")
+        sizes = f"i64 {call['key_token']}, i64 {num}, i64 {call['key_dim']}"
+        code.do(f"call void @transpose(ptr {places[0]}, {sizes}, ptr {self.keys})")
 
         def tile(row: str) -> None:
-            query = code.at("%scratch", code.number("mul", row, padded), "float")
-            out = code.at(outs, code.number("mul", row, value_dim), "float")
-            ends = f"ptr {code.at(most, row, 'float')}, ptr {code.at(sums, row, 'float')}, ptr {by}"
+            query = code.at("%scratch", code.number("mul", row, self.padded), "float")
+            ends = f"ptr {code.at(self.most, row, 'float')}, ptr {code.at(self.sums, row, 'float')}, ptr {self.by}"
             code.do(
-                f"call void @tile(i64 {row}, i64 {group}, i64 {last}, i64 {position}, i64 {call['window']}, i64 {at}, "
-                f"i64 {num}, ptr {query}, i64 {padded}, ptr {keys}, ptr {scores}, ptr {places[1]}, "
-                f"i64 {call['value_token']}, i64 {value_dim}, ptr {out}, {ends})"
+                f"call void @tile(i64 {row}, i64 {call['group']}, i64 {self.last}, i64 {position}, "
+                f"i64 {call['window']}, i64 {at}, i64 {num}, ptr {query}, i64 {self.padded}, ptr {self.keys}, "
+                f"ptr {self.scores}, ptr {places[1]}, i64 {call['value_token']}, i64 {call['value_dim']}, "
+                f"ptr {self.out(row)}, {ends})"
             )
 
-        code.each(rows, tile, step=ROWS)
+        code.each(self.rows, tile, step=ROWS)
 
-    code.each(stop, block, start=begin, step=BLOCK)
-    heads = code.number("mul", call["kv_heads"], group)
-
-    def finish(row: str) -> None:
-        token = code.number("add", "%token", code.number("udiv", row, group))
-        place = code.number("add", code.number("mul", token, heads), head_of(row))
-        to = code.at(code.pointer(call["out"]), code.number("mul", place, value_dim), "float")
-        out = code.at(outs, code.number("mul", row, value_dim), "float")
-        total = splat(code, code.load(sums, row, "float"))
+    def finish(self, row: str) -> None:
+        """The row's sum over the weights' sum."""
+        code, call = self.code, self.call
+        token, head = self.token_and_head(row)
+        heads = code.number("mul", call["kv_heads"], call["group"])
+        place = code.number("mul", code.number("add", code.number("mul", token, heads), head), call["value_dim"])
+        to, out = code.at(code.pointer(call["out"]), place, "float"), self.out(row)
+        total = splat(code, code.load(self.sums, row, "float"))
 
         def divide(c: str) -> None:
             store(code, code.value(f"fdiv {VECTOR} {load(code, out, c)}, {total}"), to, c)
 
-        code.each(value_dim, divide, step=LANES)
+        code.each(call["value_dim"], divide, step=LANES)
 
-    code.each(num_rows, finish)
+
+def _unit() -> str:
+    code = Code()
+    code.do("entry:")
+    unit = _Unit(code)
+    code.each(unit.rows, unit.prepare)
+    unit.attend()
+    code.each(unit.num_rows, unit.finish)
     code.do("ret void")
     return code.function(
         "internal void @unit(ptr %call, i64 %head, i64 %token, i64 %num, ptr %scratch) noinline nounwind"
