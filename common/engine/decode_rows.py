@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from common.engine.chunk_attention import ChunkAttention, ChunkSizes
 from common.engine.kernel_attention import CALL, PLAN, Attend, attention, scratch_floats
 from common.engine.kernel_blocks import BLOCK
 from common.engine.kernel_llvm import MIN_PARALLEL
@@ -53,11 +54,15 @@ class _Shape:
         pieces = (rank, key_dim - rank) if rank else (key_dim, value_dim)
         return cls(heads, kv_heads, key_dim, value_dim, pieces, rank, spec.window)
 
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Floats from one token's keys, and values, to the next's."""
+        return self.kv_heads * self.key_dim, self.kv_heads * (self.key_dim if self.rank else self.value_dim)
+
     def record(self, number: int, scale: float) -> ctypes.Array[ctypes.c_int64]:
         """The kernel's plan of state `number`."""
         [scale_bits] = struct.unpack("<I", struct.pack("<f", scale))
-        strides = (self.kv_heads * self.key_dim, self.kv_heads * (self.key_dim if self.rank else self.value_dim))
-        sizes = (self.kv_heads, self.heads // self.kv_heads, self.key_dim, self.value_dim, *strides)
+        sizes = (self.kv_heads, self.heads // self.kv_heads, self.key_dim, self.value_dim, *self.strides)
         return (ctypes.c_int64 * len(PLAN))(number, *sizes, self.window, scale_bits, *self.pieces, self.rank)
 
 
@@ -65,7 +70,7 @@ class _Plan:
     """One layer, as it attended last."""
 
     def __init__(self, number: int, shape: _Shape, scale: float) -> None:
-        self.shape, self.scale = shape, scale
+        self.shape, self.scale, self.number = shape, scale, number
         self._record = shape.record(number, scale)
         self.address = ctypes.addressof(self._record)
         self.no_sinks = torch.full((shape.heads,), -torch.inf)
@@ -76,9 +81,11 @@ class _Call(NamedTuple):
 
     shapes: tuple[tuple[int, ...], ...]  # query, pieces
     out: tuple[int, ...]
+    num_attending: int
     num_blocks: int
     scratch: int  # floats
     threads: int
+    chunk: ChunkSizes | None  # of the rows that are one chunk, if a kernel of its own attends for them
 
 
 class DecodeAttention:
@@ -86,7 +93,7 @@ class DecodeAttention:
 
     def __init__(self, attend: Attend, layout: StateLayout, ranks: Mapping[int, int]) -> None:
         """`ranks`: of latent states, by state number."""
-        self.attend = attend
+        self.attend, self.chunks = attend, ChunkAttention.make()
         self.record = (ctypes.c_int64 * len(CALL))()
         self.record_at = ctypes.addressof(self.record)
         self.current: DecodeRows | None = None  # of the forward that is being repeated
@@ -104,14 +111,14 @@ class DecodeAttention:
         made = attention()
         return None if made is None else cls(made[0], layout, ranks)
 
-    def rows(self, slots: Sequence[SlotState], starts: Sequence[int]) -> DecodeRows:
-        """For a forward of one new token per slot.
+    def rows(self, slots: Sequence[SlotState], starts: Sequence[int], num_chunk: int = 0) -> DecodeRows:
+        """For a forward of one new token per slot; the last `num_chunk` are one chunk of one slot.
 
         Raises:
             RequestFailed: a slot was freed.
             ValueError: a slot has no room for the token, or no longer has the rows it needs.
         """
-        return DecodeRows(self, slots, starts)
+        return DecodeRows(self, slots, starts, num_chunk)
 
     def plan(self, number: int, heads: int, scale: float) -> _Plan | None:
         """The plan of a layer; None when the kernels cannot serve its shape."""
@@ -162,8 +169,10 @@ class _Bind:
 class DecodeRows:
     """The rows of one forward. New keys and values are noted by `add`, and in the slots once `attend` has run."""
 
-    def __init__(self, owner: DecodeAttention, slots: Sequence[SlotState], starts: Sequence[int]) -> None:
-        self._owner = owner
+    def __init__(
+        self, owner: DecodeAttention, slots: Sequence[SlotState], starts: Sequence[int], num_chunk: int = 0
+    ) -> None:
+        self._owner, self._num_chunk = owner, num_chunk
         # Kept, so that the memory lives as long as its addresses, whatever becomes of the slots.
         self._located = [slot.locate(start) for slot, start in zip(slots, starts, strict=True)]
         self._table = np.concatenate([located.addresses for located in self._located])
@@ -237,24 +246,52 @@ class DecodeRows:
         """Write new rows and attend; `places`: address, row and head stride of each tensor, then sinks and output."""
         call, owner = self.call(plan.shape), self._owner
         partial = owner.partial(call.scratch)
-        _RECORD.pack_into(owner.record, 0, 0, plan.address, *self._places, call.num_blocks, *places, partial)
+        sizes = (call.num_attending, call.num_blocks)
+        _RECORD.pack_into(owner.record, 0, 0, plan.address, *self._places, *sizes, *places, partial)
         owner.attend(owner.record_at, call.threads)
+        if call.chunk is not None and owner.chunks is not None:
+            self._run_chunk(owner.chunks, plan, call.chunk, places)
+
+    def _run_chunk(self, chunks: ChunkAttention, plan: _Plan, sizes: ChunkSizes, places: tuple[int, ...]) -> None:
+        """The last rows, of which the call before wrote keys and values."""
+        shape, first = plan.shape, len(self._located) - sizes.length
+        keys, values = self._located[-1].addresses[plan.number].tolist()
+        query, row, head = places[:3]
+        sinks, out = places[-2:]
+        key_token, value_token = shape.strides
+        own = (
+            keys, key_token, shape.key_dim, values, value_token, shape.value_dim, query + 4 * first * row, row, head,
+            sinks, out + 4 * first * shape.heads * shape.value_dim,
+        )  # fmt: skip
+        chunks.run(sizes, plan.scale, own)
 
     def call(self, shape: _Shape) -> _Call:
         """What calls for layers of this shape have in common."""
         return self._calls.get(shape) or self._call(shape)
 
     def _call(self, shape: _Shape) -> _Call:
-        counts = self._starts + 1
+        chunk = self._chunk(shape)
+        num, num_attending = len(self._starts), len(self._starts) - (chunk.length if chunk is not None else 0)
+        counts = self._starts[:num_attending] + 1
         if shape.window:
             counts = np.minimum(counts, shape.window)
-        num, num_blocks = len(counts), -(-int(counts.max()) // BLOCK)
+        num_blocks = -(-int(counts.max()) // BLOCK)
         work = int(counts.sum()) * shape.heads * (shape.key_dim + shape.value_dim)
         made = self._calls[shape] = _Call(
             ((num, shape.heads, 1, shape.key_dim), *((num, shape.kv_heads, 1, dim) for dim in shape.pieces)),
             (num, 1, shape.heads, shape.value_dim),
+            num_attending,
             num_blocks,
             scratch_floats(num, num_blocks, shape.heads, shape.value_dim),
             torch.get_num_threads() if work >= MIN_PARALLEL else 1,
+            chunk,
         )
         return made
+
+    def _chunk(self, shape: _Shape) -> ChunkSizes | None:
+        """Sizes for the kernel of chunks; None without a chunk beside other rows, or if the kernel does not do it."""
+        if not 0 < self._num_chunk < len(self._starts) or self._owner.chunks is None:
+            return None
+        num, dims = int(self._starts[-1]) + 1, (shape.heads, shape.kv_heads, shape.key_dim, shape.value_dim)
+        sizes = ChunkSizes(*dims, shape.window, num, self._num_chunk)
+        return sizes if sizes.is_served else None

@@ -23,11 +23,12 @@ PLAN = (
     "first_width", "second_width", "second_at",
 )  # fmt: skip
 # Slots of a call. `next` is a counter of blocks taken. `table` [num_rows, table_row] has, at 2 * number, the addresses
-# of the row of keys and of values of token 0; `starts` the position of each new token. Query, first and second have a
+# of the row of keys and of values of token 0; `starts` the position of each new token. All rows are
+# written, the first `num_attending` attend. Query, first and second have a
 # stride per row and per head. `partial`: PARTIAL floats per head and block, behind one int64 per row.
 CALL = (
-    "next", "plan", "table", "table_row", "starts", "num_rows", "num_blocks", "query", "query_row", "query_head",
-    "first", "first_row", "first_head", "second", "second_row", "second_head", "sinks", "out", "partial",
+    "next", "plan", "table", "table_row", "starts", "num_rows", "num_attending", "num_blocks", "query", "query_row",
+    "query_head", "first", "first_row", "first_head", "second", "second_row", "second_head", "sinks", "out", "partial",
 )  # fmt: skip
 
 Attend = Callable[[int, int], None]
@@ -219,11 +220,11 @@ def _worker() -> str:
     counters = code.pointer(call["partial"])
     partial = code.at(counters, call["num_rows"], "i64")
     heads, size = _row_size(code, plan)
-    num = code.number("mul", call["num_rows"], call["num_blocks"])
+    num = code.number("mul", call["num_attending"], call["num_blocks"])
     code.do("br label %take", "take:", "%taken = atomicrmw add ptr %call, i64 1 monotonic")
     code.do(f"%more = icmp slt i64 %taken, {num}", "br i1 %more, label %found, label %end", "found:")
     # A block of every row, then the next block: rows of one slot share what the caches hold.
-    row, block = code.number("urem", "%taken", call["num_rows"]), code.number("udiv", "%taken", call["num_rows"])
+    row, block = (code.number(operation, "%taken", call["num_attending"]) for operation in ("urem", "udiv"))
     start, keys, values = _rows_of(code, call, plan, row)
     stop = code.number("add", start, 1)
     has_window = code.value(f"icmp ne i64 {plan['window']}, 0")

@@ -73,6 +73,8 @@ def _transpose() -> str:
             is_there = code.value(f"icmp slt i64 {at}, %num")
             width = code.value(f"select i1 {is_there}, i64 {left}, i64 0")
             row = code.at("%keys", code.number("mul", at, "%stride"), "float")
+            later = code.at(code.at(row, code.number("mul", "%stride", BLOCK), "float"), column, "float")
+            code.do(f"call void @llvm.prefetch.p0(ptr {later}, i32 0, i32 3, i32 1)")
             vectors.append(load(code, row, column, lanes_below(code, width)))
         apart = LANES // 2
         while apart:
@@ -287,6 +289,7 @@ class _Unit:
             place = code.number("mul", token, call[f"{name}_token"])
             place = code.number("add", place, code.number("mul", "%head", call[f"{name}_head"]))
             places.append(code.at(code.pointer(call[f"{name}s"]), place, "float"))
+        code.each(num, lambda token: self._ask(places[1], token))
         sizes = f"i64 {call['key_token']}, i64 {num}, i64 {call['key_dim']}"
         code.do(f"call void @transpose(ptr {places[0]}, {sizes}, ptr {self.keys})")
 
@@ -301,6 +304,13 @@ class _Unit:
             )
 
         code.each(self.rows, tile, step=ROWS)
+
+    def _ask(self, values: str, token: str) -> None:
+        """For the lines of a token's values, which are needed once the weights are known."""
+        code, call = self.code, self.call
+        row = code.at(values, code.number("mul", token, call["value_token"]), "float")
+        ask = "call void @llvm.prefetch.p0(ptr {}, i32 0, i32 3, i32 1)"
+        code.each(call["value_dim"], lambda c: code.do(ask.format(code.at(row, c, "float"))), step=16)
 
     def finish(self, row: str) -> None:
         """The row's sum over the weights' sum."""

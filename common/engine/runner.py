@@ -192,7 +192,7 @@ class Runner:
             slots += [slot] * (chunk.stop - chunk.start)
             starts += range(chunk.start, chunk.stop)
             ids += [[token] for token in chunk.seq.tokens[chunk.start : chunk.stop]]
-        context = self._rows_context(slots, starts)
+        context = self._rows_context(slots, starts, len(slots) - len(rows))
         inputs = self._inputs(ids, context)
         self._num_sampled = context.num_sampled = len(rows)
         try:
@@ -249,11 +249,11 @@ class Runner:
         cache.finish()
         return out
 
-    def _rows_context(self, slots: list[SlotState], starts: list[int]) -> SlotContext:
-        """For a batch of decode rows."""
+    def _rows_context(self, slots: list[SlotState], starts: list[int], num_chunk: int = 0) -> SlotContext:
+        """For a batch of decode rows, the last `num_chunk` of which are one chunk."""
         context = SlotContext(self._index, slots, starts, 1, latents=self._latents)
         if self._attention is not None:
-            context.rows = self._attention.rows(slots, starts)
+            context.rows = self._attention.rows(slots, starts, num_chunk)
         if self._fixed.num_bytes:
             for slot, start in zip(slots, starts, strict=True):
                 if start == 0:

@@ -48,7 +48,7 @@ async def kill_and_restart(daemon, rng: random.Random, stop: asyncio.Event) -> i
     num_kills = 0
     while not stop.is_set():
         try:
-            await asyncio.wait_for(stop.wait(), rng.uniform(3, 12))
+            await asyncio.wait_for(stop.wait(), rng.uniform(1, 6))
         except TimeoutError:
             await asyncio.to_thread(daemon.kill)
             num_kills += 1
