@@ -48,7 +48,7 @@ async def kill_and_restart(daemon, rng: random.Random, stop: asyncio.Event) -> i
     num_kills = 0
     while not stop.is_set():
         try:
-            await asyncio.wait_for(stop.wait(), rng.uniform(1, 6))
+            await asyncio.wait_for(stop.wait(), rng.uniform(1, 4))
         except TimeoutError:
             await asyncio.to_thread(daemon.kill)
             num_kills += 1
@@ -85,7 +85,7 @@ LONG = pytest.param(NUM_REQUESTS, marks=pytest.mark.slow)
 async def test_prefilld_killed(busy_cluster, jobs, num_requests):
     pid = busy_cluster.decoded.pid
     result, num_kills = await load_with_kills(busy_cluster, busy_cluster.prefillds[0], jobs[:num_requests], seed=1)
-    assert num_kills >= 3
+    assert num_kills >= 2
     assert len(result.outcomes) == num_requests
     assert set(result.kinds) <= {"ok", "error"}, result.details("wrong") + result.details("broken")
     assert result.routes["remote"] > 0
