@@ -290,7 +290,8 @@ def test_many_tiny_prompts_at_once_all_go_remote():
 
 def test_a_peer_that_forgot_the_stream_while_we_slept_is_asked_again():
     """decoded sleeps past the lease: prefilld says so instead of breaking the session, and has done nothing wrong."""
-    lease = {"stream": {"lease": "4s"}}
+    # The session dies after three heartbeats: between the two there must be time to look, on a busy machine too.
+    lease = {"stream": {"lease": "8s"}, "links": {"heartbeat": "4s"}}
     slow = {"fake": {**FAST["fake"], "prefill_tokens_per_s": 400}}
     with fake_cluster(decoded=lease, prefilld={**lease, **slow}) as c, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(complete, c, 3000)
