@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["full", "window", "latent", "recurrent"]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "int32": 4, "int64": 8, "float64": 8}
@@ -118,3 +118,10 @@ class ModelInfo:
     max_context: int
     eos_token_ids: tuple[int, ...]
     numerics: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What `status` of either daemon shows."""
+        return {
+            "name": self.name, "digest": self.weights_digest[:16], **self.numerics, "state": self.layout.summary,
+        }  # fmt: skip

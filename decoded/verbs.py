@@ -118,13 +118,7 @@ def status_facts(service: DecodeService) -> dict[str, Any]:
         "why": why,
         **({"warning": service.warning} if service.warning else {}),
         "uptime_s": round(time.monotonic() - service.started_at, 3),
-        "model": {
-            "name": info.name,
-            "digest": info.weights_digest[:16],
-            **info.numerics,
-            "state": info.layout.summary,
-            "chat": has_chat,
-        },
+        "model": {**info.facts, "chat": has_chat},
         "routing": {
             "mode": dispatcher.settings.mode,
             "threshold_tokens": number(dispatcher.settings.threshold_tokens),

@@ -190,12 +190,7 @@ class PrefillService:
             "state": self._state(),
             "is_healthy": self.is_healthy(),
             "uptime_s": round(time.monotonic() - self._started_at, 3),
-            "model": {
-                "name": info.name,
-                "digest": info.weights_digest[:16],
-                **info.numerics,
-                "state": info.layout.summary,
-            },
+            "model": info.facts,
             "num_peers": len(self._server.sessions) if self._server is not None else 0,
             "num_running": len(self._admission.running),
             "num_queued": len(self._admission.queue),

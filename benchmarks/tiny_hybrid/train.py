@@ -171,7 +171,7 @@ def train(
     """Train in place; yields after every step. A step whose gradient is not finite changes nothing.
 
     Raises:
-        Diverged: MAX_SKIPPED such steps in a row.
+        Diverged: more than MAX_SKIPPED such steps in a row.
     """
     rng = random.Random(seed)
     model.lm_head.weight = model.model.embed_tokens.weight

@@ -1,7 +1,7 @@
 """Attention of a chunk in one call of the machine code of kernel_chunk.py. Engine thread only; float32 on the CPU.
 
 What the kernel does not do (`attend` gives None) is left to torch. Knows tensors, no slots and no models. Made by the
-runner, used by attention.py.
+runner, used by attention.py and decode_rows.py.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ChunkAttention:
         [scale_bits] = struct.unpack("<I", struct.pack("<f", scale))
         _RECORD.pack_into(
             self._record, 0, 0, 0, -(-sizes.length // unit_tokens) * sizes.kv_heads, sizes.kv_heads, group,
-            sizes.key_dim, sizes.value_dim, sizes.window, scale_bits, 0, sizes.num - sizes.length, sizes.length,
+            sizes.key_dim, sizes.value_dim, sizes.window, scale_bits, sizes.num - sizes.length, sizes.length,
             unit_tokens, *places, self._scratch.data_ptr(), size,
         )  # fmt: skip
         self._attend(self._at, threads)

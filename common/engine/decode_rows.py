@@ -91,9 +91,11 @@ class _Call(NamedTuple):
 class DecodeAttention:
     """Plans of a model's layers, made when a layer first attends, and memory for one call."""
 
-    def __init__(self, attend: Attend, layout: StateLayout, ranks: Mapping[int, int]) -> None:
-        """`ranks`: of latent states, by state number."""
-        self.attend, self.chunks = attend, ChunkAttention.make()
+    def __init__(
+        self, attend: Attend, layout: StateLayout, ranks: Mapping[int, int], chunks: ChunkAttention | None = None
+    ) -> None:
+        """`ranks`: of latent states, by state number. `chunks` attends for rows that are a chunk."""
+        self.attend, self.chunks = attend, chunks
         self.record = (ctypes.c_int64 * len(CALL))()
         self.record_at = ctypes.addressof(self.record)
         self.current: DecodeRows | None = None  # of the forward that is being repeated
@@ -103,13 +105,15 @@ class DecodeAttention:
         self._shapes: dict[tuple[tuple[int, ...], ...], _Shape | None] = {}
 
     @classmethod
-    def make(cls, layout: StateLayout, ranks: Mapping[int, int]) -> DecodeAttention | None:
+    def make(
+        cls, layout: StateLayout, ranks: Mapping[int, int], chunks: ChunkAttention | None = None
+    ) -> DecodeAttention | None:
         """None when there are no kernels, or no rows of float32 that they could attend to."""
         rows = [spec for spec in layout.states if spec.is_rows]
         if not rows or any(t.dtype != "float32" for spec in rows for t in spec.tensors):
             return None
         made = attention()
-        return None if made is None else cls(made[0], layout, ranks)
+        return None if made is None else cls(made[0], layout, ranks, chunks)
 
     def rows(self, slots: Sequence[SlotState], starts: Sequence[int], num_chunk: int = 0) -> DecodeRows:
         """For a forward of one new token per slot; the last `num_chunk` are one chunk of one slot.

@@ -20,9 +20,9 @@ BLOCK = 64  # keys that a unit attends to at a time
 ROWS, PANEL = 6, 4 if LANES == 16 else 2
 UNIT_ROWS = 96  # about so many rows in a unit: they share the transposed keys
 # Slots (int64) of a call; the first two are counters that threads take units and scratch memory by. Strides count
-# floats, `scale` is the bits of a float. Keys and values: addresses of position `first`. `scratch_size` in floats.
+# floats, `scale` is the bits of a float. Keys and values: addresses of position 0. `scratch_size` in floats.
 CALL = (
-    "next", "next_scratch", "units", "kv_heads", "group", "key_dim", "value_dim", "window", "scale", "first", "start",
+    "next", "next_scratch", "units", "kv_heads", "group", "key_dim", "value_dim", "window", "scale", "start",
     "length", "unit_tokens", "keys", "key_token", "key_head", "values", "value_token", "value_head", "query",
     "query_token", "query_head", "sinks", "out", "scratch", "scratch_size",
 )  # fmt: skip
@@ -277,16 +277,15 @@ class _Unit:
         has_window = code.value(f"icmp ne i64 {call['window']}, 0")
         early = code.number("add", code.number("sub", position, call["window"]), 1)
         begin = code.value(f"select i1 {has_window}, i64 {early}, i64 0")
-        begin = code.value(f"call i64 @llvm.smax.i64(i64 {begin}, i64 {call['first']})")
+        begin = code.value(f"call i64 @llvm.smax.i64(i64 {begin}, i64 0)")
         code.each(stop, lambda at: self._block(at, position, stop), start=begin, step=BLOCK)
 
     def _block(self, at: str, position: str, stop: str) -> None:
         code, call = self.code, self.call
         num = _least(code, code.number("sub", stop, at), BLOCK)
-        token = code.number("sub", at, call["first"])
         places = []
         for name in ("key", "value"):
-            place = code.number("mul", token, call[f"{name}_token"])
+            place = code.number("mul", at, call[f"{name}_token"])
             place = code.number("add", place, code.number("mul", "%head", call[f"{name}_head"]))
             places.append(code.at(code.pointer(call[f"{name}s"]), place, "float"))
         code.each(num, lambda token: self._ask(places[1], token))

@@ -152,6 +152,8 @@ def accelerate(
         return Report(reason="the model has no float32 linear layers on the CPU")
     calls: list[tuple[nn.Module, torch.Tensor]] = []
     before = _output(model, run or short_forward, places, calls)
+    if not before.isfinite().all():
+        raise EngineError("the model gives logits that are not finite numbers")
     swapped = _Swap(model, made, weights, places)
     for group in _groups(places, calls):
         swapped.group(group)
@@ -159,8 +161,6 @@ def accelerate(
     _release(model)
     after = _output(model, run or short_forward)
     difference = relative_difference(before, after)
-    if not before.isfinite().all():
-        raise EngineError("the model gives logits that are not finite numbers")
     if not difference <= TOLERANCE[weights]:
         raise EngineError(f"accelerated layers change this model's output by {difference:.2g} of its range")
     return swapped.report(difference)

@@ -133,7 +133,8 @@ class Runner:
         self._chunks: ChunkAttention | None = None
         if options.weights != "torch" and options.dtype == "float32" and self._device.type == "cpu":
             ranks = {number: weights.rank for number, weights in self._latents.items()}
-            self._attention, self._chunks = DecodeAttention.make(layout, ranks), ChunkAttention.make()
+            self._chunks = ChunkAttention.make()
+            self._attention = DecodeAttention.make(layout, ranks, self._chunks)
         self.facts = ModelInfo(
             name=manifest.name,
             weights_digest=manifest.weights_digest,

@@ -194,8 +194,8 @@ class Scheduler:
         if seq.prompt_logprobs is not None:
             size = min(size, limits.max_logit_rows)
         size = min(size, seq.num_remaining)
-        if num_rows and self.takes_chunks:
-            size = joint_size(size)
+        if num_rows and self.takes_chunks and size == seq.num_remaining:
+            size = joint_size(size)  # the end of a prompt could have any size
         return Chunk(seq, seq.num_computed_tokens, seq.num_computed_tokens + size)
 
     def update_rows(self, rows: tuple[Sequence, ...], sampled: list[Sampled]) -> list[Event]:
