@@ -350,3 +350,13 @@ def test_sequence_that_cannot_come_back_fails_alone(make_run):
     assert high.num_output_tokens == 2 and low.num_output_tokens < 6
     assert low.seq_id not in run.scheduler.accounts
     assert any(seq is low for batch in run.batches for seq, _ in batch.failed)
+
+
+def test_a_fixed_budget_is_kept_whole_and_a_prompts_end_comes_in_prepared_sizes(make_run):
+    run = make_run(chunk_tokens=64, token_budget=20)
+    run.scheduler.takes_chunks = True
+    run.sequence(1, max_tokens=40)
+    run.step()
+    run.sequence(1 + 20 + 13)
+    run.drain()
+    assert [stop - start for _, start, stop in chunks(run)] == [20, 8, 4, 1]
