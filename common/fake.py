@@ -186,6 +186,10 @@ class FakeExecutor:
         """What `new_slot` would hold."""
         return slot_bytes(self.facts.layout, num_tokens, self.options.room)
 
+    def warm_up(self, max_rows: int) -> bool:
+        """Nothing: the first step takes as long as the next."""
+        return False
+
     def decode(self, rows: Sequence[seq.Sequence], chunk: seq.Chunk | None = None) -> list[Sampled]:
         """One token per row; takes 1 / decode_tokens_per_s for all of them."""
         started_at = self._clock()

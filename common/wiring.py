@@ -21,7 +21,7 @@ from common.worker import WorkerOptions
 
 
 def make_backend(
-    config: SharedConfig, *, max_batch: int = 16, token_budget: int = 0, max_stretch: float = 3.0
+    config: SharedConfig, *, max_batch: int = 16, token_budget: int = 0, max_stretch: float = 3.0, warm_up_rows: int = 0
 ) -> LocalBackend:
     """The engine that the configuration names, not started yet."""
     engine = config.engine
@@ -30,6 +30,7 @@ def make_backend(
         token_budget=token_budget,
         max_stretch=max_stretch,
         max_batch=max_batch,
+        warm_up_rows=warm_up_rows,
         segment_bytes=engine.segment_bytes,
         cpus=tuple(engine.cpus),
     )

@@ -46,13 +46,20 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """How the engine thread runs. `token_budget` 0: steered by `max_stretch`; no `cpus`: wherever the process may."""
+    """How the engine thread runs.
+
+    Attributes:
+        token_budget: 0: steered by `max_stretch`.
+        warm_up_rows: while idle after the start, the engine gets ready for decode steps of up to so many rows.
+        cpus: none: wherever the process may.
+    """
 
     chunk_tokens: int = 256
     token_budget: int = 0
     max_stretch: float = 3.0
     max_batch: int = 16
     segment_bytes: int = 1 << 20
+    warm_up_rows: int = 0
     cpus: tuple[int, ...] = ()
 
 
@@ -79,6 +86,7 @@ class EngineWorker:
         self._is_idle = True
         self._is_building = False
         self._is_closing = False
+        self._is_warm = not options.warm_up_rows
         self._progress_at = 0.0
         self._on_death: Callable[[EngineDead], None] = lambda _error: None
 
@@ -162,10 +170,14 @@ class EngineWorker:
             self._deliver(self._commands.popleft()(self.scheduler) or [])
         self._progress_at = time.monotonic()
         self._is_idle = False
-        if not self._is_closing and not self._step():
+        if not self._is_closing and not self._step() and not self._warm_up():
             self.scheduler.check_integrity()
             self._is_idle = True
             self._wake.wait()
+
+    def _warm_up(self) -> bool:
+        self._is_warm = self._is_warm or not self.executor.warm_up(self.options.warm_up_rows)
+        return not self._is_warm
 
     def _step(self) -> bool:
         self.scheduler.takes_chunks = self.executor.takes_chunks

@@ -36,6 +36,8 @@ from decoded.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 _RELOADABLE = ("peers", "routing", "fallback", "admission", "health", "log.level", "log.format", "drain")
 _WARM_UP_S = 5.0
+# Decode steps of up to so many rows are made ready while nobody asks for any; of more, when they come.
+WARM_UP_ROWS = 16
 
 
 class DecodeService:
@@ -55,6 +57,7 @@ class DecodeService:
             max_batch=config.batch.max_batch,
             token_budget=config.batch.token_budget,
             max_stretch=config.batch.max_stretch,
+            warm_up_rows=min(config.batch.max_batch, WARM_UP_ROWS),
         )
         self.started_at = time.monotonic()
         self.tokenizer: Tokenizer

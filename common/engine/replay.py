@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 MAX_PROGRAMS = 128
 # A recording takes about two steps' time, the second with what is made of it about four: not for rare batch sizes.
 NUM_BEFORE = 3
+# Of a sequence in a warm-up, and what the recurrent states of one may take in all.
+WARM_UP_TOKENS, MAX_WARM_UP_BYTES = 3, 256 << 20
 
 Run = Callable[[], torch.Tensor]
 
@@ -56,8 +58,23 @@ class Replay:
         self._arena = Arena()
         self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
 
-    def forward(self, context: SlotContext, inputs: tuple[torch.Tensor, ...], run: Run) -> torch.Tensor:
-        """Logits of decode rows, valid until the next forward; `run` computes them from `inputs` as the model does."""
+    def is_recorded(self, num_rows: int) -> bool:
+        """Whether steps of so many rows, without a chunk, are repeated from now on."""
+        entry = self._entries.get((num_rows, num_rows))
+        return entry is not None and entry.program is not None
+
+    @property
+    def num_programs(self) -> int:
+        """Kinds of steps that are repeated."""
+        return sum(entry.program is not None for entry in self._entries.values())
+
+    def forward(
+        self, context: SlotContext, inputs: tuple[torch.Tensor, ...], run: Run, *, records: bool = False
+    ) -> torch.Tensor:
+        """Logits of decode rows, valid until the next forward; `run` computes them from `inputs` as the model does.
+
+        `records`: even if such forwards were rare so far.
+        """
         self.is_settled = True
         if self.reason:
             return run()
@@ -68,7 +85,7 @@ class Replay:
             with _current(context):
                 return entry.program.run(*inputs)
         self.is_settled = False
-        if entry.num_seen <= NUM_BEFORE:
+        if entry.num_seen <= NUM_BEFORE and not records:
             return run()
         return self._record(entry, context, inputs, run)
 
@@ -127,6 +144,27 @@ class Replay:
         self.reason = reason
         self._entries.clear()
         log.info("decode steps run the model's own code each time: %s", reason)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpStep:
+    """One decode step of a warm-up: where its rows start, and whether it is one to record."""
+
+    starts: tuple[int, ...]
+    is_recorded: bool
+
+
+def warm_up_steps(max_rows: int, row_bytes: int) -> Iterator[WarmUpStep]:
+    """What to run, on slots of WARM_UP_TOKENS, to have 1, 2, .. rows recorded; `row_bytes`: recurrent state of one.
+
+    Few rows first; with recurrent state the most of all before them, since its memory must not move afterwards.
+    """
+    max_rows = min(max_rows, MAX_WARM_UP_BYTES // max(row_bytes, 1))
+    sizes = [*range(1, max_rows + 1)]
+    for num in sizes[-1:] + sizes[:-1] if row_bytes else sizes:
+        yield WarmUpStep((0,) * num, is_recorded=False)
+        yield WarmUpStep((1,) * num, is_recorded=True)
+        yield WarmUpStep(tuple(1 + i % 2 for i in range(num)), is_recorded=True)
 
 
 def _current(context: SlotContext) -> contextlib.AbstractContextManager[None]:

@@ -7,8 +7,9 @@ on the engine thread; `load` is that factory's body.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from common.engine.probe import (
     probe,
     stable_context,
 )
-from common.engine.replay import Replay
+from common.engine.replay import WARM_UP_TOKENS, Replay, WarmUpStep, warm_up_steps
 from common.engine.sampler import sample, token_logprobs
 from common.engine.slot_cache import SlotCache, SlotContext, StateComplete, StateIndex
 from common.engine.state import SlotState
@@ -147,6 +148,7 @@ class Runner:
             numerics=self._numerics(kv_dtype, products),
         )
         self._num_sampled = 0
+        self._warming: Iterator[bool] | None = None
         self._model.set_attn_implementation(ATTENTION_NAME)
         if (output := self._model.get_output_embeddings()) is not None:
             output.register_forward_pre_hook(self._keep_sampled)
@@ -193,14 +195,51 @@ class Runner:
             slots += [slot] * (chunk.stop - chunk.start)
             starts += range(chunk.start, chunk.stop)
             ids += [[token] for token in chunk.seq.tokens[chunk.start : chunk.stop]]
-        context = self._rows_context(slots, starts, len(slots) - len(rows))
+        logits = self._row_logits(slots, starts, ids, len(rows))
+        return sample(logits[: len(rows), -1], rows, self.facts.eos_token_ids)
+
+    @torch.inference_mode()
+    def warm_up(self, max_rows: int) -> bool:
+        """Run a step on throwaway state, so that steps of up to `max_rows` rows are recorded; False: all are."""
+        if self._warming is None:
+            self._warming = self._warm_up(warm_up_steps(max_rows, self._fixed.num_bytes))
+        return next(self._warming, False)
+
+    def _warm_up(self, steps: Iterator[WarmUpStep]) -> Iterator[bool]:
+        slots: list[SlotState] = []
+        for step in steps:
+            num_rows = len(step.starts)
+            if self._replay.reason:
+                return
+            if self._replay.is_recorded(num_rows):
+                continue
+            try:
+                slots = slots[:num_rows] + [self.new_slot(WARM_UP_TOKENS) for _ in range(num_rows - len(slots))]
+            except RequestFailed as e:
+                log.warning("decode steps of %d rows are recorded when they come, not now: %s", num_rows, e)
+                return
+            self._row_logits(slots, list(step.starts), [[0]] * num_rows, num_rows, records=step.is_recorded)
+            yield True
+        log.info("decode steps are recorded programs=%d", self._replay.num_programs)
+
+    def _row_logits(
+        self,
+        slots: list[SlotState],
+        starts: list[int],
+        ids: list[list[int]],
+        num_sampled: int,
+        *,
+        records: bool = False,
+    ) -> torch.Tensor:
+        """Logits of the first `num_sampled` rows, [num_sampled, 1, vocab]; the others are one chunk."""
+        context = self._rows_context(slots, starts, len(slots) - num_sampled)
         inputs = self._inputs(ids, context)
-        self._num_sampled = context.num_sampled = len(rows)
+        self._num_sampled = context.num_sampled = num_sampled
+        run = functools.partial(self._run, self._model, inputs, context)
         try:
-            logits = self._replay.forward(context, inputs, lambda: self._run(self._model, inputs, context).logits)
+            return self._replay.forward(context, inputs, lambda: run().logits, records=records)
         finally:
             self._num_sampled = 0
-        return sample(logits[: len(rows), -1], rows, self.facts.eos_token_ids)
 
     def _decode_others(
         self, rows: Sequence[seq.Sequence], failed: dict[int, RequestFailed], chunk: seq.Chunk | None

@@ -88,6 +88,12 @@ class Executor(Protocol):
     def slot_bytes(self, num_tokens: int) -> dict[str, int]:
         """What `new_slot` would hold, by layer kind."""
 
+    def warm_up(self, max_rows: int) -> bool:
+        """Do a piece of what makes the first decode steps of up to `max_rows` rows as quick as later ones.
+
+        Called while there is nothing else to do; False: nothing is left.
+        """
+
     def decode(self, rows: Sequence[seq.Sequence], chunk: seq.Chunk | None = None) -> list[Sampled]:
         """Compute the one uncomputed token of every row and sample the next, in the order given.
 

@@ -13,8 +13,11 @@ from common.engine.fixed import FixedBatch, FixedLayout
 from common.engine.kernel_norm import accelerate_norms
 from common.engine.kernels import accelerate
 from common.engine.program import Arena, NotReplayable, Program, _arrange
+from common.engine.replay import warm_up_steps
 from common.engine.runner import Runner, RunnerOptions
+from common.engine.state import SlotState
 from common.engine.tape import Tape
+from common.errors import RequestFailed
 from common.layout import StateLayout, StateSpec, TensorSpec
 from common.request import SamplingParams
 from common.sched import sequence as seq
@@ -199,8 +202,8 @@ def test_rows_change_places_right_after_the_batch_grew(then) -> None:
 JOINS, LEAVES, NUM_STEPS = [0, 0, 0, 9, 17], [60, 14, 60, 60, 22], 40
 
 
-def decode(own: Runner) -> list[list[Any]]:
-    """What rows get that join and leave at these steps."""
+def decode(own: Runner, warm_up_rows: int = 0) -> list[list[Any]]:
+    """What rows get that join and leave at these steps; `warm_up_rows`: with a piece of a warm-up between the steps."""
     rows: list[seq.Sequence] = []
     found: list[list[Any]] = [[] for _ in JOINS]
     for number in range(len(JOINS)):
@@ -209,6 +212,8 @@ def decode(own: Runner) -> list[list[Any]]:
         rows.append(seq.Sequence(number, None, prompt, own.new_slot(99), sampling, seed=number))
     for step in range(NUM_STEPS):
         active = [n for n in range(len(rows)) if JOINS[n] <= step < LEAVES[n]]
+        if warm_up_rows:
+            own.warm_up(warm_up_rows)
         for n, sampled in zip(active, own.decode([rows[n] for n in active]), strict=True):
             row = rows[n]
             row.num_computed_tokens += 1
@@ -233,6 +238,47 @@ def test_repeated_steps_give_the_same_bits(tools, family, caplog) -> None:
     assert repeating._replay.reason == ""
     assert repeating._replay.num_repeated >= NUM_STEPS // 2
     assert plain._replay.num_repeated == 0
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES.values() if not f.refused], ids=lambda f: f.name)
+def test_after_a_warm_up_every_step_is_a_repetition(tools, family) -> None:
+    plain, warm, between = (make_runner(tools, family.model()) for _ in range(3))
+    plain._replay.reason = "not wanted"
+    expected = decode(plain)
+    while warm.warm_up(5):
+        pass
+    assert decode(warm) == expected
+    assert warm._replay.num_repeated == NUM_STEPS
+    assert decode(between, warm_up_rows=5) == expected
+    assert between._replay.num_programs == 5
+    assert not between.warm_up(5)
+
+
+def test_a_warm_up_without_memory_ends(tools, monkeypatch, caplog) -> None:
+    own = make_runner(tools, tools.tiny_model("Llama"))
+    expected = decode(own)
+    own = make_runner(tools, tools.tiny_model("Llama"))
+    new_slot, left = own.new_slot, iter(range(2))
+
+    def scarce(num_tokens: int) -> SlotState:
+        if next(left, None) is None:
+            raise RequestFailed("no memory")
+        return new_slot(num_tokens)
+
+    monkeypatch.setattr(own, "new_slot", scarce)
+    while own.warm_up(5):
+        pass
+    assert "decode steps of 3 rows are recorded when they come, not now: no memory" in caplog.text
+    assert own._replay.num_programs == 2
+    monkeypatch.undo()
+    assert decode(own) == expected
+
+
+def test_large_recurrent_states_bound_a_warm_up() -> None:
+    assert [len(s.starts) for s in warm_up_steps(3, 0)] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert [len(s.starts) for s in warm_up_steps(3, 1 << 20)] == [3, 3, 3, 1, 1, 1, 2, 2, 2]
+    assert [len(s.starts) for s in warm_up_steps(16, 100 << 20)] == [2, 2, 2, 1, 1, 1]
+    assert list(warm_up_steps(16, 1 << 30)) == []
 
 
 def test_where_torch_attends_the_model_goes_on_as_it_is(tools, caplog) -> None:
