@@ -67,18 +67,16 @@ class FixedLayout:
 
 
 class FixedRows:
-    """The recurrent states of some sequences as one batch."""
+    """The recurrent states of some sequences as one batch. `memory`: the tensor that `rows` are the first rows of."""
 
-    def __init__(self, layout: FixedLayout, rows: torch.Tensor) -> None:
-        self._layout, self.rows = layout, rows
-        self._views: dict[int, tuple[torch.Tensor, ...]] = {}
+    def __init__(self, layout: FixedLayout, rows: torch.Tensor, memory: torch.Tensor | None = None) -> None:
+        self.rows, self.memory = rows, rows if memory is None else memory
+        # All at once: made within a forward, they would be part of what is recorded of it (replay.py).
+        self._views = {number: tuple(part.view(rows) for part in parts) for number, parts in layout.parts.items()}
 
     def tensors(self, number: int) -> tuple[torch.Tensor, ...]:
         """The tensors of state `number`, each [B, *shape]; writing to them writes to the sequences' state."""
-        found = self._views.get(number)
-        if found is None:
-            found = self._views[number] = tuple(part.view(self.rows) for part in self._layout.parts[number])
-        return found
+        return self._views[number]
 
 
 class HasFixed(Protocol):
@@ -91,12 +89,12 @@ class FixedBatch:
     """Keeps the recurrent states of the sequences that decode together in one tensor, always the same memory.
 
     That memory stays where it is until more rows decode together than ever before, so that a forward over them can be
-    repeated address for address (replay.py).
+    repeated address for address (replay.py); `memory` is another tensor then.
     """
 
     def __init__(self, layout: FixedLayout) -> None:
         self._layout = layout
-        self._memory = torch.empty(0, layout.num_bytes, dtype=torch.uint8)
+        self.memory = torch.empty(0, layout.num_bytes, dtype=torch.uint8)
         self._views: dict[int, FixedRows] = {}
         self._held: list[tuple[HasFixed, torch.Tensor]] = []
 
@@ -107,20 +105,20 @@ class FixedBatch:
             self._let_go(set(range(len(slots))).difference(moved))
             self._grow(len(slots), slots[0].fixed.device)
             for i in moved:
-                row = self._memory[i]
+                row = self.memory[i]
                 row.copy_(slots[i].fixed)
                 slots[i].fixed = row
                 self._held[i : i + 1] = [(slots[i], row)]
             del self._held[len(slots) :]
         found = self._views.get(len(slots))
         if found is None:
-            found = self._views[len(slots)] = FixedRows(self._layout, self._memory[: len(slots)])
+            found = self._views[len(slots)] = FixedRows(self._layout, self.memory[: len(slots)], self.memory)
         return found
 
     def clear(self) -> None:
         """Let go of all sequences, and of the memory."""
         self._let_go(set())
-        self._held, self._views, self._memory = [], {}, self._memory[:0].clone()
+        self._held, self._views, self.memory = [], {}, self.memory[:0].clone()
 
     def _holds(self, i: int, slot: HasFixed) -> bool:
         return i < len(self._held) and self._held[i][0] is slot and self._held[i][1] is slot.fixed
@@ -132,12 +130,12 @@ class FixedBatch:
                 slot.fixed = row.clone()
 
     def _grow(self, num_rows: int, device: torch.device) -> None:
-        if num_rows <= self._memory.shape[0]:
+        if num_rows <= self.memory.shape[0]:
             return
-        larger = max(num_rows, 2 * self._memory.shape[0])
+        larger = max(num_rows, 2 * self.memory.shape[0])
         memory = torch.empty(larger, self._layout.num_bytes, dtype=torch.uint8, device=device)
-        memory[: self._memory.shape[0]] = self._memory
-        self._memory, self._views = memory, {}
+        memory[: self.memory.shape[0]] = self.memory
+        self.memory, self._views = memory, {}
         for i, (slot, old) in enumerate(self._held):
             row = memory[i]  # one object: whether a slot still has its row is seen by it
             if slot.fixed is old:

@@ -112,14 +112,6 @@ def _product(vectors: int, *, is_scaled: bool) -> str:
     code.do("entry:")
     rows = [code.at("%a", code.number("mul", "%a_row", r), "float") for r in range(ROWS)]
     outs = [code.at("%c", code.number("mul", "%c_row", r), "float") for r in range(ROWS)]
-    first = ["zeroinitializer"] * (ROWS * vectors)
-    if is_scaled:
-        factors = [splat(code, code.load("%by", r, "float")) for r in range(ROWS)]
-        first = [
-            code.value(f"fmul {VECTOR} {load(code, outs[r], str(v * LANES))}, {factors[r]}")
-            for r in range(ROWS)
-            for v in range(vectors)
-        ]
 
     def step(k: str, sums: list[str]) -> list[str]:
         line = code.at("%b", code.number("mul", k, "%b_row"), "float")
@@ -130,10 +122,15 @@ def _product(vectors: int, *, is_scaled: bool) -> str:
             fresh += [fma(code, x, columns[v], sums[r * vectors + v]) for v in range(vectors)]
         return fresh
 
-    _, *sums = code.loop("%num", step, carried=[(VECTOR, s) for s in first])
+    # The block's own sum first: added key by key onto what is there, a long context would be one chain of roundings.
+    _, *sums = code.loop("%num", step, carried=[(VECTOR, "zeroinitializer")] * (ROWS * vectors))
     for r in range(ROWS):
+        factor = splat(code, code.load("%by", r, "float")) if is_scaled else ""
         for v in range(vectors):
-            store(code, sums[r * vectors + v], outs[r], str(v * LANES))
+            total = sums[r * vectors + v]
+            if is_scaled:
+                total = fma(code, load(code, outs[r], str(v * LANES)), factor, total)
+            store(code, total, outs[r], str(v * LANES))
     code.do("ret void")
     name = f"scaled_{vectors}" if is_scaled else "fresh"
     args = "ptr %a, i64 %a_row, i64 %num, ptr %b, i64 %b_row, ptr %c, i64 %c_row, ptr %by"

@@ -7,6 +7,7 @@ start-up (load_model) and by the importer (verify_model_dir).
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from common.engine.manifest import MANIFEST, FileEntry, Manifest, hash_files, read_manifest
 from common.errors import StartupError
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     import torch
@@ -162,8 +165,11 @@ def _eos_token_ids(path: Path, config: Any) -> tuple[int, ...]:
     value = json.loads(generation.read_bytes()).get("eos_token_id") if generation.exists() else None
     if value is None:
         value = config.eos_token_id
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    return tuple(sorted({int(n) for n in ids}))
+    ids = {int(n) for n in ([] if value is None else value if isinstance(value, list) else [value])}
+    outside = sorted(n for n in ids if not 0 <= n < config.vocab_size)
+    if outside:
+        log.warning("eos_token_id %s: not below vocab_size %d, so never sampled", outside, config.vocab_size)
+    return tuple(sorted(ids.difference(outside)))
 
 
 def _file_problem(path: Path, entry: FileEntry) -> str:

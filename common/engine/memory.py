@@ -1,4 +1,4 @@
-"""Gives freed memory back to the system. Used after large things were dropped: weights at start, recordings later."""
+"""Memory of the process: giving it back to the system, and telling that there was none left."""
 
 from __future__ import annotations
 
@@ -10,3 +10,9 @@ def trim() -> None:
     release = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if release is not None:
         release(0)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an operator failed for lack of memory: torch says so in a RuntimeError's text."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text

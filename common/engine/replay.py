@@ -16,19 +16,20 @@ from dataclasses import dataclass
 
 import torch
 
-from common.engine.memory import trim
+from common.engine.memory import is_out_of_memory, trim
 from common.engine.program import Arena, NotReplayable, Program
 from common.engine.slot_cache import SlotContext
 from common.engine.tape import Summary, Tape
 
 log = logging.getLogger(__name__)
 
-# Numbers of rows whose programs are kept, each with the activations of a step and two dozen kilobytes per layer.
-MAX_PROGRAMS = 128
+# Kinds of steps whose programs are kept, each with the activations of a step and two dozen kilobytes per layer: 16
+# numbers of rows without a chunk, and with one of each prepared size (budget.py) or a prompt's last few tokens.
+MAX_PROGRAMS = 192
 # A recording takes about two steps' time, the second with what is made of it about four: not for rare batch sizes.
 NUM_BEFORE = 3
-# Of a sequence in a warm-up, and what the recurrent states of one may take in all.
-WARM_UP_TOKENS, MAX_WARM_UP_BYTES = 3, 256 << 20
+# Of a sequence in a warm-up, and what the recurrent states of one may take in all: a recording takes ten times that.
+WARM_UP_TOKENS, MAX_WARM_UP_BYTES = 3, 32 << 20
 
 Run = Callable[[], torch.Tensor]
 
@@ -37,7 +38,6 @@ Run = Callable[[], torch.Tensor]
 class _Entry:
     """What is known about one number of rows, and of rows with logits."""
 
-    fixed: object = None  # the recurrent states that it is about
     num_seen: int = 0
     first: Summary | None = None
     program: Program | None = None
@@ -57,10 +57,14 @@ class Replay:
         self.is_settled = True
         self._arena = Arena()
         self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
+        self._memory: torch.Tensor | None = None  # of the recurrent states that the entries are about
 
-    def is_recorded(self, num_rows: int) -> bool:
-        """Whether steps of so many rows, without a chunk, are repeated from now on."""
-        entry = self._entries.get((num_rows, num_rows))
+    def is_recorded(self, num_rows: int, memory: torch.Tensor | None = None) -> bool:
+        """Whether steps of so many rows, without a chunk, are repeated from now on.
+
+        `memory`: of the recurrent states of a batch, as it is now.
+        """
+        entry = self._entries.get((num_rows, num_rows)) if memory is self._memory else None
         return entry is not None and entry.program is not None
 
     @property
@@ -73,7 +77,7 @@ class Replay:
     ) -> torch.Tensor:
         """Logits of decode rows, valid until the next forward; `run` computes them from `inputs` as the model does.
 
-        `records`: even if such forwards were rare so far.
+        `records`: even if such forwards were rare so far (but for the first).
         """
         self.is_settled = True
         if self.reason:
@@ -85,18 +89,19 @@ class Replay:
             with _current(context):
                 return entry.program.run(*inputs)
         self.is_settled = False
-        if entry.num_seen <= NUM_BEFORE and not records:
+        if entry.num_seen <= (1 if records else NUM_BEFORE):
             return run()
         return self._record(entry, context, inputs, run)
 
     def _entry(self, context: SlotContext) -> _Entry:
+        memory = context.fixed.memory if context.fixed is not None else None
+        if memory is not self._memory:
+            self._memory = memory
+            self._entries.clear()
         kind = (len(context.slots), context.num_sampled)
         entry = self._entries.get(kind)
-        if entry is not None and entry.fixed is not context.fixed:
-            self._entries.clear()  # the memory of recurrent states has moved
-            entry = None
         if entry is None:
-            entry = self._entries[kind] = _Entry(context.fixed)
+            entry = self._entries[kind] = _Entry()
         self._entries.move_to_end(kind)
         if len(self._entries) > MAX_PROGRAMS:
             self._entries.popitem(last=False)
@@ -136,6 +141,9 @@ class Replay:
             if not (torch.equal(made.output, logits) and torch.equal(states, after)):
                 raise NotReplayable("repeating the forward gave another result")
         except Exception as e:  # noqa: BLE001 - whatever a model's operators raise when called like this
+            if is_out_of_memory(e):
+                log.warning("a decode step could not be recorded: %s", e)
+                return None
             self._give_up(str(e) if isinstance(e, NotReplayable) else f"{type(e).__name__}: {e}")
             return None
         return made
@@ -146,25 +154,20 @@ class Replay:
         log.info("decode steps run the model's own code each time: %s", reason)
 
 
-@dataclass(frozen=True, slots=True)
-class WarmUpStep:
-    """One decode step of a warm-up: where its rows start, and whether it is one to record."""
-
-    starts: tuple[int, ...]
-    is_recorded: bool
-
-
-def warm_up_steps(max_rows: int, row_bytes: int) -> Iterator[WarmUpStep]:
-    """What to run, on slots of WARM_UP_TOKENS, to have 1, 2, .. rows recorded; `row_bytes`: recurrent state of one.
+def warm_up_sizes(max_rows: int, row_bytes: int) -> list[int]:
+    """Numbers of rows to have recorded, in order; `row_bytes`: recurrent state of one.
 
     Few rows first; with recurrent state the most of all before them, since its memory must not move afterwards.
     """
-    max_rows = min(max_rows, MAX_WARM_UP_BYTES // max(row_bytes, 1))
-    sizes = [*range(1, max_rows + 1)]
-    for num in sizes[-1:] + sizes[:-1] if row_bytes else sizes:
-        yield WarmUpStep((0,) * num, is_recorded=False)
-        yield WarmUpStep((1,) * num, is_recorded=True)
-        yield WarmUpStep(tuple(1 + i % 2 for i in range(num)), is_recorded=True)
+    sizes = [*range(1, min(max_rows, MAX_WARM_UP_BYTES // max(row_bytes, 1)) + 1)]
+    return sizes[-1:] + sizes[:-1] if row_bytes else sizes
+
+
+def warm_up_starts(num_rows: int) -> Iterator[list[int]]:
+    """Where the rows of each forward begin that it takes, on slots of WARM_UP_TOKENS: the first is not recorded."""
+    yield [0] * num_rows
+    yield [1] * num_rows
+    yield [1 + i % 2 for i in range(num_rows)]
 
 
 def _current(context: SlotContext) -> contextlib.AbstractContextManager[None]:

@@ -25,6 +25,7 @@ from common.engine.kernel_norm import accelerate_norms
 from common.engine.kernels import accelerate, short_forward
 from common.engine.latent import LatentWeights
 from common.engine.loader import LoadedModel, load_model
+from common.engine.memory import is_out_of_memory
 from common.engine.probe import (
     PROBE_CHUNKS,
     PROBE_TOKENS,
@@ -34,7 +35,7 @@ from common.engine.probe import (
     probe,
     stable_context,
 )
-from common.engine.replay import WARM_UP_TOKENS, Replay, WarmUpStep, warm_up_steps
+from common.engine.replay import WARM_UP_TOKENS, Replay, warm_up_sizes, warm_up_starts
 from common.engine.sampler import sample, token_logprobs
 from common.engine.slot_cache import SlotCache, SlotContext, StateComplete, StateIndex
 from common.engine.state import SlotState
@@ -46,6 +47,8 @@ from common.sched.specs import slot_bytes
 
 log = logging.getLogger(__name__)
 
+# A warm-up starts over as often, less one, as its recordings become useless meanwhile.
+WARM_UP_ROUNDS = 3
 # What rows may be stored as.
 KV_DTYPES = ("float32", "bfloat16", "float16")
 _PRODUCTS = {"torch": "torch", "exact": "our kernels", "int8": "our kernels, rounded to int8"}
@@ -202,25 +205,39 @@ class Runner:
     def warm_up(self, max_rows: int) -> bool:
         """Run a step on throwaway state, so that steps of up to `max_rows` rows are recorded; False: all are."""
         if self._warming is None:
-            self._warming = self._warm_up(warm_up_steps(max_rows, self._fixed.num_bytes))
+            self._warming = self._warm_up(max_rows)
         return next(self._warming, False)
 
-    def _warm_up(self, steps: Iterator[WarmUpStep]) -> Iterator[bool]:
+    def _warm_up(self, max_rows: int) -> Iterator[bool]:
         slots: list[SlotState] = []
-        for step in steps:
-            num_rows = len(step.starts)
+        try:
+            for num_rows, starts in self._warm_up_steps(max_rows):
+                slots += [self.new_slot(WARM_UP_TOKENS) for _ in range(num_rows - len(slots))]
+                self._row_logits(slots[:num_rows], starts, [[0]] * num_rows, num_rows, records=True)
+                yield True
+            log.info("decode steps are recorded programs=%d", self._replay.num_programs)
+        except (RequestFailed, RuntimeError, MemoryError) as e:
+            if not isinstance(e, RequestFailed) and not is_out_of_memory(e):
+                raise
+            log.warning("no memory to record decode steps before they are needed: %s", e)
+        finally:
+            for slot in slots:
+                slot.free()
             if self._replay.reason:
-                return
-            if self._replay.is_recorded(num_rows):
-                continue
-            try:
-                slots = slots[:num_rows] + [self.new_slot(WARM_UP_TOKENS) for _ in range(num_rows - len(slots))]
-            except RequestFailed as e:
-                log.warning("decode steps of %d rows are recorded when they come, not now: %s", num_rows, e)
-                return
-            self._row_logits(slots, list(step.starts), [[0]] * num_rows, num_rows, records=step.is_recorded)
-            yield True
-        log.info("decode steps are recorded programs=%d", self._replay.num_programs)
+                self._batch.clear()
+
+    def _warm_up_steps(self, max_rows: int) -> Iterator[tuple[int, list[int]]]:
+        # What was recorded is lost when more sequences than ever decode together meanwhile: then once more.
+        for _ in range(WARM_UP_ROUNDS):
+            for num_rows in warm_up_sizes(max_rows, self._fixed.num_bytes):
+                for starts in warm_up_starts(num_rows):
+                    if self._replay.reason:
+                        return
+                    if not self._is_recorded(num_rows):
+                        yield num_rows, starts
+
+    def _is_recorded(self, num_rows: int) -> bool:
+        return self._replay.is_recorded(num_rows, self._batch.memory if self._fixed.num_bytes else None)
 
     def _row_logits(
         self,

@@ -90,6 +90,15 @@ def test_sinks(chunks, size):
     torch.testing.assert_close(out.double(), by_torch(query, keys, values, 20, None, sinks), rtol=1e-4, atol=1e-5)
 
 
+def test_a_long_context_does_not_wear_down(chunks):
+    """100,000 equal weights: the sum over keys is one of blocks, whose roundings do not pile up."""
+    num, length = 100_000, 6
+    query, keys = torch.zeros(2, length, 16), torch.zeros(num, 1, 16)
+    values = torch.full((num, 1, 16), 0.1)
+    out = chunks.attend(query, keys, values, window=0, scale=None, sinks=None)
+    torch.testing.assert_close(out, torch.full((length, 2, 16), 0.1), rtol=5e-5, atol=0)
+
+
 def test_strides_of_a_models_tensors_and_of_latents(chunks):
     base = random(1, 70, 4, 48, seed=4)
     query = base.transpose(1, 2)[0]  # [heads, c, dim], heads inside tokens

@@ -207,6 +207,12 @@ def test_end_tokens_come_from_the_config_otherwise(tmp_path: Path) -> None:
     assert load_model(served).eos_token_ids == (3, 5)
 
 
+def test_end_tokens_outside_the_vocabulary_are_left_out_and_said(tmp_path, caplog) -> None:
+    served = make(tmp_path, eos=[2, 400, -1])
+    assert load_model(served).eos_token_ids == (2,)
+    assert "eos_token_id [-1, 400]: not below vocab_size 32, so never sampled" in caplog.text
+
+
 def test_missing_tensor_is_not_made_up(served: Path) -> None:
     weights = load_file(served / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]

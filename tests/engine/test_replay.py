@@ -13,7 +13,7 @@ from common.engine.fixed import FixedBatch, FixedLayout
 from common.engine.kernel_norm import accelerate_norms
 from common.engine.kernels import accelerate
 from common.engine.program import Arena, NotReplayable, Program, _arrange
-from common.engine.replay import warm_up_steps
+from common.engine.replay import warm_up_sizes
 from common.engine.runner import Runner, RunnerOptions
 from common.engine.state import SlotState
 from common.engine.tape import Tape
@@ -268,17 +268,73 @@ def test_a_warm_up_without_memory_ends(tools, monkeypatch, caplog) -> None:
     monkeypatch.setattr(own, "new_slot", scarce)
     while own.warm_up(5):
         pass
-    assert "decode steps of 3 rows are recorded when they come, not now: no memory" in caplog.text
+    assert "no memory to record decode steps before they are needed: no memory" in caplog.text
     assert own._replay.num_programs == 2
     monkeypatch.undo()
     assert decode(own) == expected
 
 
 def test_large_recurrent_states_bound_a_warm_up() -> None:
-    assert [len(s.starts) for s in warm_up_steps(3, 0)] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
-    assert [len(s.starts) for s in warm_up_steps(3, 1 << 20)] == [3, 3, 3, 1, 1, 1, 2, 2, 2]
-    assert [len(s.starts) for s in warm_up_steps(16, 100 << 20)] == [2, 2, 2, 1, 1, 1]
-    assert list(warm_up_steps(16, 1 << 30)) == []
+    assert warm_up_sizes(3, 0) == [1, 2, 3]
+    assert warm_up_sizes(3, 1 << 20) == [3, 1, 2]
+    assert warm_up_sizes(16, 10 << 20) == [3, 1, 2]
+    assert warm_up_sizes(16, 1 << 30) == []
+
+
+def rows_of(own: Runner, num_rows: int) -> list[seq.Sequence]:
+    sampling = SamplingParams(max_tokens=99, temperature=0.0)
+    return [seq.Sequence(n, None, [3 + n], own.new_slot(99), sampling) for n in range(num_rows)]
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 4, 7, 11])
+def test_a_larger_batch_during_a_warm_up_costs_recordings_and_no_more(tools, after) -> None:
+    """It moves the memory of recurrent states, that all programs are about."""
+    own = make_runner(tools, FAMILIES["Qwen3Next"].model())
+    for _ in range(after):
+        assert own.warm_up(4)
+    own.decode(rows_of(own, 9))
+    while own.warm_up(4):
+        pass
+    assert own._replay.reason == ""
+    assert all(own._is_recorded(n) for n in range(1, 5))
+    num = own._replay.num_repeated
+    own.decode(rows_of(own, 2))
+    assert own._replay.num_repeated == num + 1
+
+
+def test_moved_memory_makes_recordings_useless_at_once(tools) -> None:
+    own = make_runner(tools, FAMILIES["Mamba2"].model())
+    while own.warm_up(3):
+        pass
+    own.decode(rows_of(own, 9))
+    assert not any(own._is_recorded(n) for n in range(1, 4))
+    assert own._replay.num_programs == 0
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3Next"])
+def test_a_warm_up_leaves_no_state_behind(tools, family, monkeypatch) -> None:
+    own, made = make_runner(tools, FAMILIES[family].model()), []
+    new_slot = own.new_slot
+    monkeypatch.setattr(own, "new_slot", lambda num_tokens: made.append(new_slot(num_tokens)) or made[-1])
+    while own.warm_up(3):
+        pass
+    assert len(made) == 3
+    assert [slot.num_bytes for slot in made] == [{}] * 3
+
+
+def test_running_out_of_memory_ends_a_warm_up_and_nothing_else(tools, monkeypatch, caplog) -> None:
+    own, plain = (make_runner(tools, FAMILIES["Mamba2"].model()) for _ in range(2))
+    expected = decode(plain)
+
+    def full(_slots: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    monkeypatch.setattr(own._batch, "gather", full)
+    assert not own.warm_up(3)
+    assert "no memory to record decode steps before they are needed" in caplog.text
+    monkeypatch.undo()
+    assert decode(own) == expected
+    assert own._replay.num_repeated
 
 
 def test_where_torch_attends_the_model_goes_on_as_it_is(tools, caplog) -> None:
