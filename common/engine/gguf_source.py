@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from common.engine.checkpoint import check_settings, surplus_text
+from common.engine.gguf_header import GgufHeader, read_header
 from common.errors import StartupError
 
 MAGIC = b"GGUF"
@@ -36,9 +38,12 @@ def write_hf_directory(path: Path, staging: Path, progress: Callable[[str], None
     """Convert `path` into `staging`. Raises StartupError when the architecture is unknown or tensors are missing."""
     check_reader()
     progress(f"reading {path.name}")
+    held = read_header(path)
     config = _read_config(path)
+    check_settings(str(path), config.to_dict())
     progress(f"converting the weights of {config.model_type} to float32")
     tensors = _read_tensors(path, config)
+    _check_surplus(path, config, held)
     _check_complete(path, config, tensors)
     _save(staging, config, tensors)
     progress("building the tokenizer")
@@ -90,6 +95,26 @@ def _empty_model(path: Path, config: Any) -> Any:
             return auto_class.from_config(config, trust_remote_code=False)
     except ValueError as error:
         raise StartupError(f"{path}: {config.model_type!r} is not a causal language model of transformers.") from error
+
+
+def _check_surplus(path: Path, config: Any, held: GgufHeader) -> None:
+    """The library drops tensors that it does not map, such as biases and factors of rotary positions."""
+    from transformers import modeling_gguf_pytorch_utils
+
+    library: Any = modeling_gguf_pytorch_utils
+    processor = library.TENSOR_PROCESSORS.get(held.architecture, library.TensorProcessor)(config=config.to_dict())
+    known = set(library.get_gguf_hf_weights_map(_empty_model(path, config), processor))
+    left = [t.name for t in held.tensors if t.name not in known and not _is_mapped_otherwise(t.name, known)]
+    if left:
+        raise StartupError(surplus_text(str(path), left, config))
+
+
+def _is_mapped_otherwise(name: str, known: set[str]) -> bool:
+    """Experts are joined under names without suffix or split, and GPT-2's output matrix is taken by name."""
+    if name == "output.weight":
+        return True
+    layers = {n.split(".", 2)[1] for n in known if n.startswith("blk.")}
+    return any(part in name for part in ("_exps.", "_projs.")) and name.split(".", 2)[1] in layers
 
 
 def _check_complete(path: Path, config: Any, tensors: dict[str, Any]) -> None:

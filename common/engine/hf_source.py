@@ -6,12 +6,11 @@ Called by the importer.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from common.engine.checkpoint import check_settings, read_json
 from common.engine.safefile import SafeFile
 from common.errors import StartupError
 
@@ -44,12 +43,12 @@ def needed_bytes(source: Path) -> int:
 def copy_directory(source: Path, staging: Path, progress: Callable[[str], None]) -> None:
     """Copy what is served into `staging`. Raises StartupError when the model is not one that can be loaded."""
     _check_config(source)
+    for name in _weight_names(source):
+        if name.endswith(".safetensors"):
+            SafeFile.open(source / name)
     for name in file_names(source):
         progress(f"copying {name}")
         shutil.copyfile(source / name, staging / name)
-    for name in _weight_names(staging):
-        if name.endswith(".safetensors"):
-            SafeFile.open(staging / name)
     if not (staging / "tokenizer.json").exists():
         progress("converting the tokenizer")
         _convert_tokenizer(staging)
@@ -70,7 +69,7 @@ def _weight_names(source: Path) -> list[str]:
 
 
 def _shard_names(index: Path) -> list[str]:
-    shards = _read_json(index).get("weight_map")
+    shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(n, str) for n in shards.values()):
         raise StartupError(f"{index} has no valid weight_map.")
     names = sorted(set(shards.values()))
@@ -86,12 +85,14 @@ def _check_config(source: Path) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    kind = _read_json(source / "config.json").get("model_type")
+    config = read_json(source / "config.json")
+    kind = config.get("model_type")
     if kind not in CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise StartupError(
             f"{source / 'config.json'}: model_type {kind!r} is not a causal language model that transformers defines, "
             f"and code that comes with a model is never run."
         )
+    check_settings(str(source / "config.json"), config)
 
 
 def _convert_tokenizer(staging: Path) -> None:
@@ -104,13 +105,3 @@ def _convert_tokenizer(staging: Path) -> None:
         raise StartupError(
             f"The tokenizer of {staging.name} cannot be converted to tokenizer.json: {error}."
         ) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise StartupError(f"{path} cannot be read: {error}.") from error
-    if not isinstance(value, dict):
-        raise StartupError(f"{path} does not hold a JSON object.")
-    return value

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.engine.checkpoint import check_settings, check_tensors, read_json
 from common.engine.manifest import MANIFEST, FileEntry, Manifest, hash_files, read_manifest
 from common.errors import StartupError
 
@@ -73,8 +74,8 @@ def load_model(
 ) -> LoadedModel:
     """Verify and load `path`. `attn_implementation`: a name that transformers knows; None: its best for this model.
 
-    Raises StartupError when the directory is damaged, the device does not exist, or the weights do not fit the config
-    or are not finite.
+    Raises StartupError when the directory is damaged, the device does not exist, the configuration's sizes cannot be,
+    or the weights do not fit the configuration (missing, left over, of another shape or type) or are not finite.
     """
     import torch
 
@@ -117,6 +118,7 @@ def _load_weights(path: Path, dtype: torch.dtype | str, attn_implementation: str
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    check_settings(str(path / "config.json"), read_json(path / "config.json"))
     # Standard error belongs to the log; what concerns us is said there by ourselves.
     messages: Any = logging
     messages.disable_progress_bar()
@@ -143,6 +145,7 @@ def _load_weights(path: Path, dtype: torch.dtype | str, attn_implementation: str
     if names := sorted(map(str, report["missing_keys"])):
         few = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         raise StartupError(f"{path}: the weights lack {few}.")
+    check_tensors(path, model, [str(name) for name in report["unexpected_keys"]])
     return model
 
 

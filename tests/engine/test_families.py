@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
+from common.engine.loader import check_loads
 from common.engine.runner import Runner, RunnerOptions
 from common.errors import StartupError
 from common.layout import StateLayout
@@ -145,6 +146,13 @@ async def test_state_on_the_wire_is_what_the_configuration_says(tools, family):
         for length in (2, 18, 90):
             await pair.remote(tools.request(tools.prompt(length), max_tokens=1))
             assert pair.reports[-1].raw_bytes == wire_bytes(formula, length - 1), length
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_model_has_no_tensor_too_many(tmp_path, family):
+    """Whatever names transformers saves under, the loader finds a place for every tensor."""
+    FAMILIES[family].model().save_pretrained(tmp_path)
+    check_loads(tmp_path)
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -238,14 +238,45 @@ def test_gguf_without_a_needed_tensor_is_refused(tmp_path: Path) -> None:
 
 
 def test_truncated_gguf_is_refused(tmp_path: Path) -> None:
+    """By the tensor that is not there, or as a header that does not end."""
     path = tmp_path / "tiny.gguf"
     write_gguf(path, tiny_llama())
     whole = path.read_bytes()
     for keep in (4, 20, 3000, len(whole) - 5000):
         path.write_bytes(whole[:keep])
-        with pytest.raises(StartupError, match=r"tiny\.gguf"):
+        why = rf"tensor '[\w.]+' ends at {len(whole)}\.$" if keep > 3000 else "and its header does not end in them"
+        with pytest.raises(StartupError, match=rf"tiny\.gguf is not whole: {keep} bytes, {why}"):
             import_model(path, tmp_path / "served")
     assert names(tmp_path) == ["tiny.gguf"]
+
+
+def test_gguf_header_of_nonsense_is_refused(tmp_path: Path) -> None:
+    """Declared counts and sizes reserve nothing."""
+    path = tmp_path / "odd.gguf"
+    huge = (1 << 60).to_bytes(8, "little")
+    for body, why in (
+        (b"\x09\0\0\0" + bytes(16), "its version is 9"),
+        (b"\x03\0\0\0" + huge + huge, "its header does not end"),
+        (b"\x03\0\0\0" + bytes(8) + b"\x01" + bytes(7) + b"\x01" + bytes(7) + b"k\x63\0\0\0", "unknown type 99"),
+    ):
+        path.write_bytes(b"GGUF" + body)
+        with pytest.raises(StartupError, match=why):
+            import_model(path, tmp_path / "served")
+
+
+@pytest.mark.parametrize("name", ["blk.2.attn_norm.weight", "blk.0.attn_q.bias", "rope_freqs.weight"])
+def test_gguf_tensor_without_a_place_is_refused(tmp_path: Path, name: str, monkeypatch: Any) -> None:
+    """transformers drops such; the model would be another one."""
+    write = gguf.GGUFWriter.write_header_to_file
+
+    def with_one_more(w: gguf.GGUFWriter) -> None:
+        w.add_tensor(name, np.ones(HIDDEN, np.float32))
+        write(w)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", with_one_more)
+    write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    with pytest.raises(StartupError, match=rf"tiny\.gguf: the weights have 1 tensor .* no place for: {name}[.;]"):
+        import_model(tmp_path / "tiny.gguf", tmp_path / "served")
 
 
 def test_unknown_architecture_is_refused(tmp_path: Path) -> None:
@@ -345,7 +376,7 @@ def test_shard_outside_the_directory_is_refused(tmp_path: Path) -> None:
 def test_truncated_weights_are_refused(tmp_path: Path, hf: Path) -> None:
     path = hf / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(StartupError, match=r"model\.safetensors is not a whole safetensors file"):
+    with pytest.raises(StartupError, match=rf"^{path} is not a whole safetensors file"):
         import_model(hf, tmp_path / "served")
     assert not (tmp_path / "served").exists()
 
@@ -356,6 +387,18 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(tmp_path: Path, h
     with pytest.raises(ImportRefused, match=f"{hf}: .* in the weights, config.json asks for"):
         import_model(hf, tmp_path / "served")
     assert not (tmp_path / "served").exists()
+
+
+def test_surplus_and_sizes_are_refused_by_the_source(tmp_path: Path, hf: Path) -> None:
+    config = json.loads((hf / "config.json").read_text())
+    for settings, message in (
+        ({"num_hidden_layers": 1}, f"^{hf}: the weights have 9 tensors .*; num_hidden_layers is 1, the weights go up"),
+        ({"num_hidden_layers": -1}, f"^{hf / 'config.json'}: num_hidden_layers is -1, it must be a positive integer"),
+        ({"quantization_config": {"quant_method": "gptq"}}, f"^{hf / 'config.json'}: quantization_config 'gptq'"),
+    ):
+        (hf / "config.json").write_text(json.dumps(config | settings))
+        with pytest.raises(StartupError, match=message):
+            import_model(hf, tmp_path / "served")
 
 
 def test_model_that_needs_its_own_code_is_refused(tmp_path: Path, hf: Path) -> None:

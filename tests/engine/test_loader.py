@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
+from common.engine.checkpoint import check_settings
 from common.engine.importer import import_model
 from common.engine.loader import LoadedModel, load_model, verify_model_dir
 from common.engine.manifest import build_manifest, canonical_digest, model_digests, read_manifest
@@ -230,6 +231,112 @@ def test_tensor_of_another_shape_is_refused(served: Path) -> None:
     with pytest.raises(
         StartupError, match=r"model\.norm\.weight is \[31\] in the weights, config\.json asks for \[32\]"
     ):
+        load_model(served)
+
+
+def change_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Alter the tensors of an imported directory, and its manifest with them."""
+    weights = load_file(path / "model.safetensors")
+    change(weights)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    restate(path)
+
+
+def change_config(path: Path, **settings: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | settings))
+    restate(path)
+
+
+def test_layers_beyond_the_configuration_are_refused(served: Path) -> None:
+    change_config(served, num_hidden_layers=1)
+    message = (
+        r"the weights have 9 tensors that the configuration has no place for: model\.layers\.1\.input_layernorm\.weight"
+        r", .* and 6 more; num_hidden_layers is 1, the weights go up to layer 1 \(counted from 0\)\.$"
+    )
+    with pytest.raises(StartupError, match=message):
+        load_model(served)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("model.layers.0.self_attn.q_proj.bias", "; attention_bias is false"),
+        ("model.layers.1.mlp.up_proj.bias", "; mlp_bias is false"),
+        ("model.layers.1.mlp.fourth_proj.weight", ""),
+    ],
+)
+def test_unknown_tensor_is_refused(served: Path, name: str, why: str) -> None:
+    change_weights(served, lambda w: w.__setitem__(name, torch.ones(3)))
+    with pytest.raises(StartupError, match=f"have 1 tensor that the configuration has no place for: {name}{why}\\.$"):
+        load_model(served)
+
+
+def test_duplicates_and_rotary_buffers_are_no_surplus(served: Path) -> None:
+    """Older checkpoints hold both, and mean the same model."""
+
+    def add(weights: dict[str, torch.Tensor]) -> None:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    change_weights(served, add)
+    model = load_model(served).model
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def test_layers_that_predict_further_tokens_are_no_surplus(served: Path) -> None:
+    """Counted apart by the configuration, and not computed."""
+    change_weights(served, lambda w: w.__setitem__("model.layers.2.eh_proj.weight", torch.ones(3)))
+    with pytest.raises(StartupError, match=r"no place for: model\.layers\.2\.eh_proj\.weight"):
+        load_model(served)
+    change_config(served, num_nextn_predict_layers=1)
+    load_model(served)
+
+
+def test_what_the_class_declares_ignorable_is_no_surplus(tmp_path: Path) -> None:
+    """Old GPT-2 checkpoints hold their masks, as bytes."""
+    source = make(tmp_path) / ".." / "hf"
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=32, n_positions=64, eos_token_id=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(source)
+    weights = load_file(source / "model.safetensors")
+    weights["transformer.h.0.attn.bias"] = torch.ones(1, 1, 4, 4, dtype=torch.uint8)
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    import_model(source, tmp_path / "gpt2")
+    weights["transformer.h.0.attn.c_attn.weight"] = torch.ones(32, 96, dtype=torch.int8)
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StartupError, match=r"attn\.c_attn\.weight is I8 in the weights, where the model has floats"):
+        import_model(source, tmp_path / "whole-numbers")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.int64])
+def test_whole_numbers_for_floats_are_refused(served: Path, dtype: torch.dtype) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    change_weights(served, lambda w: w.__setitem__(name, w[name].to(dtype)))
+    with pytest.raises(StartupError, match=f"{name} is (I8|BOOL|I64) in the weights, where the model has floats"):
+        load_model(served)
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, "two", True])
+def test_sizes_must_be_positive_integers(served: Path, key: str, value: object) -> None:
+    change_config(served, **{key: value})
+    with pytest.raises(StartupError, match=rf"config\.json: {key} is {value!r}, it must be a positive integer\."):
+        load_model(served)
+
+
+def test_sizes_are_found_under_the_names_of_the_model(tmp_path: Path) -> None:
+    check_settings("config.json", {"model_type": "gpt2", "n_layer": 2, "num_key_value_heads": [4, 0]})
+    with pytest.raises(StartupError, match=r"^config\.json: n_layer is -2"):
+        check_settings("config.json", {"model_type": "gpt2", "n_layer": -2})
+    with pytest.raises(StartupError, match=r"^config\.json: text_config\.num_hidden_layers is 0"):
+        check_settings("config.json", {"text_config": {"model_type": "llama", "num_hidden_layers": 0}})
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8"])
+def test_quantised_checkpoint_is_refused_as_such(served: Path, method: str) -> None:
+    change_config(served, quantization_config={"quant_method": method, "bits": 4})
+    with pytest.raises(StartupError, match=f"quantization_config '{method}': quantised checkpoints are not supported"):
         load_model(served)
 
 
