@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.ctl_render import pairs, table, value_text
+from common.layout import numerics_text
 
 PEER_COLUMNS = {
     "name": "name",
@@ -46,11 +47,17 @@ def peers_text(rows: list[dict[str, Any]]) -> str:
     if not any(row.get("delivery_bps") for row in rows):
         names.pop("delivery_bps", None)  # known to the side that sends, once enough was sent
     lines = table([{name: row.get(key) for key, name in names.items()} for row in rows]).splitlines()
-    reasons = [" ".join(str(row.get("reason") or "").split()) for row in rows]
+    reasons = [_reason(row) for row in rows]
     if not any(reasons):
         return "\n".join(lines)
     width = max(map(len, lines))
     return "\n".join(f"{a:<{width}}  {b}".rstrip() for a, b in zip(lines, ["reason", *reasons], strict=True))
+
+
+def _reason(row: dict[str, Any]) -> str:
+    """Why a peer is not usable; of one that is, what to know about it."""
+    reason = " ".join(str(row.get("reason") or "").split())
+    return reason or numerics_text(row.get("numerics_differ") or {})
 
 
 def state_text(data: dict[str, Any], ctl: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any, Literal
@@ -103,6 +104,34 @@ class StateLayout:
             if first < stop:
                 out[n] = (first, stop)
         return out
+
+
+# What decides about tokens, not only about their last bit.
+_TELLING_NUMERICS = ("weights", "dtype", "kv_dtype")
+# Both hold the weights as they are.
+_SAME_WEIGHTS = {"torch": "exact"}
+
+
+def numerics_differ(ours: Mapping[str, str], theirs: object) -> dict[str, dict[str, str]]:
+    """Settings by which two ends of one model compute visibly other tokens: name to {"ours", "theirs"}.
+
+    `theirs` is a mapping like ours, or anything else before the peer told. Device, threads and chunks differ as a rule
+    and only round otherwise; what one end does not tell is left out.
+    """
+    if not isinstance(theirs, Mapping):
+        return {}
+    told = [name for name in _TELLING_NUMERICS if name in ours and name in theirs]
+    return {
+        name: {"ours": ours[name], "theirs": theirs[name]}
+        for name in told
+        if _SAME_WEIGHTS.get(ours[name], ours[name]) != _SAME_WEIGHTS.get(theirs[name], theirs[name])
+    }
+
+
+def numerics_text(differences: Mapping[str, Mapping[str, str]]) -> str:
+    """The same in a line, "" for none."""
+    pairs = ", ".join(f"{name} {pair['ours']}/{pair['theirs']}" for name, pair in differences.items())
+    return pairs and f"numerics differ (ours/theirs): {pairs}"
 
 
 @dataclass(frozen=True, slots=True)

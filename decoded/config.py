@@ -154,7 +154,9 @@ class PeerPolicyConfig(Section):
     """Which peers are accepted beyond the identity that must always match."""
 
     require_same_numerics: bool = key(
-        False, "Refuse peers whose dtype, device, chunk or threads differ: tokens may then differ in the last bit."
+        False,
+        "Refuse peers whose weights (exact, int8), dtype, kv_dtype, device, chunk or threads differ. false: other"
+        " weights or dtypes, by which tokens depend on the route, are a warning in the log and shown by `peers`.",
     )
 
 

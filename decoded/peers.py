@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from common.layout import numerics_differ, numerics_text
 from common.net.options import LocalEnd
 from common.net.pool import PeerClient
 from common.trace import TraceWriter
@@ -24,6 +25,7 @@ class PeerSet:
         self._metrics, self._trace = metrics, trace
         self._clients: dict[PeerConfig, PeerClient] = {}
         self._changed = asyncio.Event()
+        self._warned: dict[str, object] = {}
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -47,6 +49,11 @@ class PeerSet:
             await client.close()
             if client.name not in {c.name for c in self.clients()}:
                 self._metrics.peer_ready.remove(client.name)
+                self._warned.pop(client.name, None)
+
+    def facts(self) -> list[dict[str, object]]:
+        """What `decodectl peers` shows."""
+        return [{**c.status(), "numerics_differ": self._numerics_differ(c)} for c in self.clients()]
 
     async def changed(self) -> None:
         """Until any peer's state changes."""
@@ -80,4 +87,17 @@ class PeerSet:
         # On the way up there is nothing to worry about, nor to read, at every link.
         level = {"ready": logging.INFO, "connecting": logging.DEBUG}.get(client.state, logging.WARNING)
         log.log(level, "peer is %s", client.state, extra={"peer": client.name, "why": client.reason})
+        if client.state == "ready":
+            self._warn_of_numerics(client)
         self._changed.set()
+
+    def _numerics_differ(self, client: PeerClient) -> dict[str, dict[str, str]]:
+        return numerics_differ(self.end.info.numerics, client.status()["numerics"])
+
+    def _warn_of_numerics(self, client: PeerClient) -> None:
+        """Once a session: a peer may be ready again and again in it."""
+        session = client.status()["num_sessions"]
+        if self._warned.get(client.name) != session and (differ := self._numerics_differ(client)):
+            self._warned[client.name] = session
+            advice = "tokens depend on where a prompt is computed; set them alike, or peer_policy.require_same_numerics"
+            log.warning("%s: %s", numerics_text(differ), advice, extra={"peer": client.name})

@@ -48,7 +48,7 @@ def handlers(service: DecodeService) -> dict[str, Handler]:
         return status_facts(service)
 
     async def peers(_: dict[str, Any]) -> Any:
-        return [{"name": c.name, "state": c.state, "reason": c.reason, **c.status()} for c in service.peers.clients()]
+        return service.peers.facts()
 
     async def requests(_: dict[str, Any]) -> Any:
         now = time.monotonic()

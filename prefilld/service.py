@@ -16,6 +16,7 @@ from common.control import bind_http
 from common.daemon import FakePeer, Handler, version_facts
 from common.errors import ConfigError, EngineDead, PdError
 from common.http_server import Guard
+from common.layout import numerics_differ, numerics_text
 from common.logs import Damper
 from common.looplag import LoopLag
 from common.metrics import Metrics
@@ -65,6 +66,7 @@ class PrefillService:
         self._started_at = time.monotonic()
         self._refusals = Damper()
         self._counted_bytes = (0, 0)
+        self._known_peers: set[tuple[str, str, str]] = set()
 
     async def start(self) -> None:
         """Load the model, then listen. Raises StartupError."""
@@ -171,10 +173,24 @@ class PrefillService:
         if verb == "status":
             return self._status()
         if verb == "peers":
-            return self._server.sessions if self._server is not None else []
+            return self._peers()
         if verb == "requests":
             return [r.facts(time.monotonic()) for r in self._handler.active.values()]
         return version_facts("prefilld", self._backend.info.name)
+
+    def _peers(self) -> list[dict[str, Any]]:
+        ours = self._backend.info.numerics
+        rows = self._server.sessions if self._server is not None else []
+        return [{**row, "numerics_differ": numerics_differ(ours, row["numerics"])} for row in rows]
+
+    def _warn_of_numerics(self) -> None:
+        """Once for each session, which begins without asking anybody here."""
+        here = {(row["name"], row["instance_id"], row["address"]): row["numerics_differ"] for row in self._peers()}
+        for who in here.keys() - self._known_peers:
+            if here[who]:
+                text = numerics_text(here[who])
+                log.warning("%s: its tokens depend on where a prompt is computed", text, extra={"peer": who[0]})
+        self._known_peers = set(here)
 
     def _state(self) -> str:
         if not self._handler.is_draining:
@@ -260,6 +276,7 @@ class PrefillService:
     async def _watch_engine(self) -> None:
         """A dead engine ends the process; systemd starts a new one. Also keeps the trace on disk."""
         while self._backend.stats().is_alive:
+            self._warn_of_numerics()
             if self._trace is not None:
                 self._trace.flush()
             await asyncio.sleep(0.5)

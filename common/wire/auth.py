@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
+from typing import Any
 
 from common.errors import LayoutMismatch
 from common.wire.messages import HelloAck
@@ -47,11 +48,31 @@ def check_identity(ours: HelloAck, theirs: HelloAck, *, require_same_numerics: b
     wrong = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if not wrong:
         return
+    if wrong.keys() & set(_IDENTITY) == {"layout"} and (causes := _causes(ours, theirs)):
+        raise _mismatch(f"not the same state layout: {_settings(causes)}", {**wrong, **causes})
     what = "not the same model" if wrong.keys() & set(_IDENTITY) else "not the same numerics"
     short = ", ".join(f"{name} {_short(ours)}/{_short(theirs)}" for name, (ours, theirs) in wrong.items())
-    error = LayoutMismatch(f"{what} (ours/theirs): {short}")
+    raise _mismatch(f"{what} (ours/theirs): {short}", wrong)
+
+
+def _mismatch(text: str, wrong: dict[str, tuple[Any, Any]]) -> LayoutMismatch:
+    error = LayoutMismatch(text)
     error.differences = wrong
-    raise error
+    return error
+
+
+def _causes(ours: HelloAck, theirs: HelloAck) -> dict[str, tuple[Any, Any]]:
+    """The settings that make one model's state another: kv_dtype is dtype unless it is set."""
+    told = [n for n in ("dtype", "kv_dtype") if n in ours.numerics and n in theirs.numerics]
+    pairs = {f"numerics.{name}": (ours.numerics[name], theirs.numerics[name]) for name in told}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _settings(causes: dict[str, tuple[Any, Any]]) -> str:
+    """Which keys to set, with both values."""
+    names = [name.removeprefix("numerics.") for name in causes]
+    each = (f"{n} {_short(a)}/{_short(b)} (engine.{n})" for n, (a, b) in zip(names, causes.values(), strict=True))
+    return f"{', '.join(each)}: set {'it' if len(names) == 1 else 'them'} alike at both ends"
 
 
 def _short(value: object) -> str:

@@ -14,6 +14,7 @@ import pytest
 from common import ctl_verbs
 from common.ctl_render import to_text
 from common.ctl_views import peers_text, status_text
+from common.layout import numerics_differ
 from common.release import version
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -364,6 +365,21 @@ def test_peers_fit_a_terminal_and_keep_the_reason_whole() -> None:
     assert max(len(line) for line in lines[:2]) <= 110
     assert peers_text([]) == "(none)"
     assert peers_text([{"name": "a"}]) == "name\na"
+
+
+def test_peers_say_when_tokens_depend_on_the_route() -> None:
+    differ = numerics_differ({"weights": "exact", "dtype": "float32"}, {"weights": "int8", "dtype": "float32"})
+    lines = peers_text([{"name": "b1", "state": "ready", "reason": "", "numerics_differ": differ}]).splitlines()
+    assert lines[1] == "b1    ready  numerics differ (ours/theirs): weights exact/int8"
+    down = {"name": "b1", "state": "down", "reason": "gone", "numerics_differ": differ}
+    assert peers_text([down]).splitlines()[1].endswith("  gone")
+
+
+def test_only_telling_numerics_differ() -> None:
+    """Weights kept exactly by either kind of product are the same, and so is what one end does not tell."""
+    ours = {"weights": "torch", "dtype": "float32", "threads": "1", "device": "cpu"}
+    assert numerics_differ(ours, {"weights": "exact", "threads": "8", "device": "cuda", "kv_dtype": "float16"}) == {}
+    assert list(numerics_differ(ours, {"weights": "int8", "dtype": "bfloat16"})) == ["weights", "dtype"]
 
 
 def test_status_says_nothing_twice() -> None:

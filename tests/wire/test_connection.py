@@ -197,6 +197,33 @@ def test_identity_mismatch_names_field_ours_and_theirs(field):
     assert [e.error.differences for e in ends] == [{field: (ours, theirs)}, {field: (theirs, ours)}]
 
 
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [
+        ({"dtype": "float32", "kv_dtype": "bfloat16"}, "kv_dtype float32/bfloat16 (engine.kv_dtype): set it"),
+        (
+            {"dtype": "bfloat16", "kv_dtype": "bfloat16"},
+            "dtype float32/bfloat16 (engine.dtype), kv_dtype float32/bfloat16 (engine.kv_dtype): set them",
+        ),
+    ],
+)
+def test_another_layout_that_comes_from_settings_names_them(theirs, says):
+    ours = {"dtype": "float32", "kv_dtype": "float32"}
+    a, _ = opened(
+        config("decode", layout="aaa", numerics=ours),
+        config("prefill", layout="bbb", numerics=theirs | {"weights": "x"}),
+    )
+    error = closed(a).error
+    assert isinstance(error, LayoutMismatch)
+    assert str(error) == f"not the same state layout: {says} alike at both ends"
+    assert error.differences["layout"] == ("aaa", "bbb")
+    assert error.differences["numerics.kv_dtype"] == ("float32", "bfloat16")
+    a, _ = opened(
+        config("decode", weights="other", layout="aaa", numerics=ours), config("prefill", layout="bbb", numerics=theirs)
+    )
+    assert str(closed(a).error).startswith("not the same model (ours/theirs): weights ")
+
+
 def test_numerics_matter_only_when_asked():
     other = {"dtype": "bfloat16"}
     a, b = opened(config("decode"), config("prefill", numerics=other))
