@@ -5,6 +5,7 @@ PdError                         code, is_retryable, http_status
 ├─ StartupError                 cannot bind, no weights, tampered model; exit 3
 ├─ InvalidRequest               the client's request is wrong (HTTP 400), names the parameter
 ├─ Overloaded                   refused now, come back later (HTTP 429 / 503 + Retry-After), names gate and setting
+│  └─ NoPeer                    no peer, and the local fallback budget is spent
 ├─ Draining                     this daemon takes nothing new (HTTP 503 + Retry-After)
 ├─ ProtocolError (abstract)     the connection must close
 │  ├─ LocalProtocolError        we tried something illegal: a bug of ours
@@ -86,6 +87,23 @@ class Overloaded(PdError):
         super().__init__(message)
         self.gate, self.value, self.limit, self.setting = gate, value, limit, setting
         self.retry_after_s, self.status = retry_after_s, status
+
+
+class NoPeer(Overloaded):
+    """No prefill peer is usable and the local fallback budget is spent.
+
+    Args:
+        value: prompt tokens that would have to be computed here.
+        limit: tokens per second of the budget.
+    """
+
+    code = "no_peer"
+
+    def __init__(self, message: str, *, value: float, limit: float, retry_after_s: float = 1.0) -> None:
+        setting = "fallback.local_prefill_tokens_per_s"
+        super().__init__(
+            message, gate="fallback", value=value, limit=limit, setting=setting, retry_after_s=retry_after_s
+        )
 
 
 class Draining(PdError):
@@ -274,18 +292,6 @@ class TransferIncomplete(TransferError):
     """The stream ended, or its count or digest is wrong: no token may be made from it."""
 
     code = "transfer_incomplete"
-
-
-class NoPeer(PdError):
-    """No prefill peer is usable and the local fallback budget is spent."""
-
-    code = "no_peer"
-    http_status = 503
-    is_retryable = True
-
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
 
 class EngineError(PdError):

@@ -95,9 +95,10 @@ class Timing:
     """The parts of one request's TTFT in seconds, each measured where it happens.
 
     queue_s: arrival to admission, and the local engine's queue; route_s: deciding; failed_remote_s: attempts at peers
-    that came to nothing; remote_queue_s: Prefill sent until the peer's first chunk starts; prefill_s: computing the
-    prompt (either side); transfer_s: only what was not hidden behind compute; import_s: last verified byte until the
-    sequence may join the batch; first_token_s: joining until the first token is handed out.
+    that came to nothing; remote_queue_s: Prefill sent until the peer's first chunk starts, and its waiting between
+    chunks for those of other prompts; prefill_s: computing the prompt (at a peer its own chunks alone, here from the
+    first chunk to the last); transfer_s: only what was not hidden behind compute; import_s: last verified byte until
+    the sequence may join the batch; first_token_s: joining until the first token is handed out.
     """
 
     queue_s: float = 0.0

@@ -105,7 +105,7 @@ class ActiveRequest:
             outcome = "cancelled"
             raise
         except PdError as e:
-            outcome = "shed" if isinstance(e, Overloaded | Draining | NoPeer) else "error"
+            outcome = "shed" if isinstance(e, Overloaded | Draining) else "error"
             self.report.outcome = f"{outcome}: {e}"
             raise
         except Exception as e:
@@ -248,11 +248,14 @@ class ActiveRequest:
         wait_s = self._dispatcher.fallback.take(num_tokens, _now())
         extra = {"request_id": self.request.request_id, "reason": decision.reason, "num_tokens": num_tokens}
         if wait_s > 0:
+            limit = self._dispatcher.fallback.tokens_per_s
             self._dispatcher.metrics.shed.labels("fallback").inc()
             log.warning("no peer and the fallback budget is spent, answering 503", extra=extra)
             raise NoPeer(
                 f"no prefill peer is usable ({decision.reason}) and the local fallback budget "
-                f"(fallback.local_prefill_tokens_per_s = {self._dispatcher.fallback.tokens_per_s:g}) is spent",
+                f"(fallback.local_prefill_tokens_per_s = {limit:g}) is spent",
+                value=num_tokens,
+                limit=limit,
                 retry_after_s=wait_s,
             )
         self._dispatcher.metrics.fallbacks.labels(decision.reason).inc()

@@ -106,7 +106,12 @@ class FallbackConfig(Section):
         "Prompt tokens per second that may fall back to local prefill; past it clients get 503. 0 allows none.",
         ge=0,
     )
-    burst_tokens: int = key(8000, "Prompt tokens that may fall back at once after a quiet time.", ge=0)
+    burst_tokens: int = key(
+        8000,
+        "Prompt tokens that may fall back at once after a quiet time. While any of them is left one more prompt, of any"
+        " length, is taken whole; what it overdraws is paid off at the rate above before the next (503 until then).",
+        ge=0,
+    )
     attempts: int = key(2, "Peers tried for one request before it falls back.", ge=1, le=16)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from common.errors import Draining, InvalidRequest, NoPeer, Overloaded, PdError, PeerError
+from common.errors import Draining, InvalidRequest, Overloaded, PdError, PeerError
 
 
 class RequestRefused(InvalidRequest):
@@ -54,7 +54,7 @@ def error_headers(error: PdError) -> dict[str, str]:
 
 
 def _retry_after_s(error: PdError, status: int) -> float | None:
-    if isinstance(error, (Overloaded, Draining, NoPeer, PeerError)) and error.retry_after_s is not None:
+    if isinstance(error, (Overloaded, Draining, PeerError)) and error.retry_after_s is not None:
         return error.retry_after_s
     return 1.0 if status in (429, 503) else None
 

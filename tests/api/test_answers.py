@@ -213,7 +213,7 @@ OVERLOADED = Overloaded(
     ("error", "status", "retry_after"),
     [
         (OVERLOADED, 429, "2"),
-        (NoPeer("no peer", 3.0), 503, "3"),
+        (NoPeer("no peer", value=900, limit=10, retry_after_s=3.0), 503, "3"),
         (EngineDead("dead"), 503, "1"),
         (RequestFailed("broken"), 500, None),
     ],
@@ -287,7 +287,7 @@ async def test_silent_stream_gets_comments(serve, spell, read_events):
 async def test_error_after_a_comment_is_an_event(serve, read_events):
     async def play(active):
         await asyncio.sleep(0.3)
-        raise NoPeer("nobody left")
+        raise NoPeer("nobody left", value=1, limit=0)
         yield
 
     server = await serve(play, sse_comment_s=0.1)

@@ -87,7 +87,7 @@ async def test_errors_become_the_clients_exceptions(serve, spell):
         with pytest.raises(openai.APIError, match="broke"):
             async for _ in await client.completions.create(model="test-model", prompt="x", stream=True):
                 pass
-        server.dispatcher.submit_error = NoPeer("nobody")
+        server.dispatcher.submit_error = NoPeer("nobody", value=1, limit=0)
         with pytest.raises(openai.InternalServerError) as unavailable:
             await client.completions.create(model="test-model", prompt="x")
         assert unavailable.value.status_code == 503 and unavailable.value.response.headers["Retry-After"] == "1"

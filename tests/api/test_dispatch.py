@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.fallback import FallbackBudget
 from common.request import Request, SamplingParams
 from decoded import dispatch
+from decoded.api.errors import error_body, error_headers, http_status
 from decoded.dispatch import Dispatcher, DispatchSettings
 from decoded.metrics import DecodeMetrics
 
@@ -210,6 +212,19 @@ async def test_a_request_waits_for_a_peer_that_is_just_joining():
     new.state = "ready"
     site.changed.set()
     assert await running == "imported" and site.active.report.peer == "new"
+
+
+async def test_a_spent_budget_names_gate_value_limit_and_setting():
+    site = Site(Peer(state="down"), rate=1000.0)
+    site.made.fallback.take(5000, time.monotonic())
+    with pytest.raises(NoPeer) as refused:
+        await site.run()
+    body = error_body(refused.value)["error"]
+    wanted = {"gate": "fallback", "value": 9, "limit": 1000.0, "setting": "fallback.local_prefill_tokens_per_s"}
+    assert body.items() >= wanted.items() and body["code"] == "no_peer"
+    assert http_status(refused.value) == 503
+    # 4,000 tokens are owed, at 1,000 a second.
+    assert error_headers(refused.value) == {"Retry-After": "5"}
 
 
 async def test_it_does_not_wait_for_long_nor_for_a_peer_that_failed(monkeypatch):

@@ -1,3 +1,5 @@
+import pytest
+
 from common.policy.fallback import FallbackBudget
 
 
@@ -13,6 +15,16 @@ def test_answer_says_when_to_come_back():
     wait = budget.take(1, 0.0)
     assert wait > 9
     assert budget.take(1, wait) == 0.0
+
+
+def test_one_prompt_of_any_length_may_overdraw():
+    """As conf/decoded.toml says: while anything is left of the burst; the next one waits until that is paid."""
+    budget = FallbackBudget(tokens_per_s=100, burst_tokens=200)
+    assert budget.take(199, 0.0) == 0.0
+    assert budget.take(1_000_000, 0.0) == 0.0
+    assert budget.take(1, 0.0) == pytest.approx(9999.99 + 0.01)
+    assert budget.take(1, 9999.0) > 0.0
+    assert budget.take(1, 10_000.0) == 0.0
 
 
 def test_zero_means_never():
