@@ -143,7 +143,7 @@ def ask(wan: Wan, cluster: Cluster, prompt: list[int], route: str) -> dict[str, 
 
 def prompt_of(wan: Wan, cluster: Cluster, num_tokens: int) -> list[int]:
     """Token ids of real text."""
-    from decoded.tokenizer import Tokenizer
+    from common.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(cluster.decoded.config["model"]["path"])
     return tokenizer.encode(real_text(num_tokens * 8))[:num_tokens]

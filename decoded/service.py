@@ -21,6 +21,7 @@ from common.net.options import LocalEnd
 from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.fallback import FallbackBudget
 from common.release import version
+from common.text.tokenizer import Tokenizer
 from common.wiring import check_port, key_problems, local_end, make_backend, make_trace
 from decoded import verbs
 from decoded.api.app import KEY_RING, make_app, make_runner
@@ -31,7 +32,6 @@ from decoded.dispatch import Dispatcher, DispatchSettings
 from decoded.fakepeer import WARNING, FakePrefilld
 from decoded.metrics import DecodeMetrics
 from decoded.peers import PeerSet
-from decoded.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 _RELOADABLE = ("peers", "routing", "fallback", "admission", "health", "log.level", "log.format", "drain")

@@ -51,10 +51,11 @@ LAYERS = {
     ),
     "common.sched": Layer(ours=BASE, others=(), banned=("asyncio", "socket", "random", "secrets", *CLOCK)),
     "common.engine": Layer(
-        ours=(*BASE, "common.sched"),
+        ours=(*BASE, "common.sched", "common.text"),
         others=("torch", "transformers", "numpy", "safetensors", "tokenizers", "gguf", "llvmlite"),
         banned=("asyncio", "socket", *CLOCK),
     ),
+    "common.text": Layer(ours=BASE, others=("tokenizers", "jinja2"), banned=("asyncio", "socket", "threading", "time")),
     "common.backend": Layer(ours=BASE, others=()),
     "common.net": Layer(ours=(*BASE, "common.backend", "common.wire"), others=("uvloop", "xxhash")),
     "common.sim": Layer(
@@ -69,7 +70,7 @@ LAYERS = {
 CLOCK_READERS = (
     "common.net.link", "common.net.relay", "common.looplag", "common.worker", "common.local_backend", "common.fake",
     "common.daemon", "common.lifecycle", "common.sdnotify", "common.logs", "common.ctl", "common.ctl_verbs",
-    "prefilld", "decoded",
+    "common.text.chat_template", "prefilld", "decoded",
 )  # fmt: skip
 
 CTLS = ("prefilld.ctl.__main__", "decoded.ctl.__main__")

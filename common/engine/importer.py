@@ -24,6 +24,7 @@ from common.engine import gguf_source, hf_source
 from common.engine.loader import check_loads, verify_model_dir
 from common.engine.manifest import MANIFEST, Manifest, build_manifest, canonical_digest, hash_files, model_digests
 from common.errors import EXIT_OK, EXIT_RUNTIME, PdError, StartupError
+from common.text.tokenizer import Tokenizer
 
 Progress = Callable[[str], None]
 
@@ -97,8 +98,12 @@ def _convert(source: Path, staging: Path, progress: Progress) -> None:
     progress("checking that the weights fit the configuration")
     try:
         check_loads(staging)
+        progress("checking the tokenizer and the chat template")
+        tokenizer = Tokenizer.load(staging)
     except StartupError as error:
         raise ImportRefused(str(error).replace(str(staging), str(source))) from error
+    if not tokenizer.has_chat_template:
+        progress("the model has no chat template: /v1/chat/completions will be refused, /v1/completions served")
 
 
 def _check_space(source: Path, parent: Path) -> None:

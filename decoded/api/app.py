@@ -18,6 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from common.control import name_server
 from common.errors import Draining, PdError
 from common.http_server import GUARD, Guard, GuardedRunner
+from common.text.tokenizer import Tokenizer
 from decoded.api.auth import REQUEST_ID, TENANT, KeyRing, read_request_id
 from decoded.api.bulk import Preparer
 from decoded.api.contract import ApiSettings, Dispatcher
@@ -25,7 +26,6 @@ from decoded.api.errors import RequestRefused, error_body, error_headers, http_s
 from decoded.api.generate import SUBMITTED, Generator
 from decoded.api.shapes import dumps
 from decoded.api.stream import SERVED
-from decoded.tokenizer import Tokenizer
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

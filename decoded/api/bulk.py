@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import InvalidRequest
+from common.text.tokenizer import Tokenizer
 from decoded.api.bodies import BodyReader
 from decoded.api.contract import ApiSettings
 from decoded.api.errors import RequestRefused
 from decoded.api.prepare import Prepared, prepare
 from decoded.api.prompts import Prompt
 from decoded.api.schema import Kind, Limits, parse_params
-from decoded.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from aiohttp import web

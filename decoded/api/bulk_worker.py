@@ -12,10 +12,10 @@ import sys
 from typing import BinaryIO
 
 from common.errors import InvalidRequest
+from common.text.tokenizer import Tokenizer
 from decoded.api.bulk import HEADER, pack_error, pack_prepared
 from decoded.api.prepare import prepare
 from decoded.api.schema import Limits
-from decoded.tokenizer import Tokenizer
 
 _NICE = 5
 

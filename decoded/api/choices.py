@@ -10,10 +10,10 @@ from typing import Literal
 
 from common.errors import RequestFailed
 from common.request import PromptLogprobs, TokenLogprob, TokenOutput
+from common.text.detokenizer import Detokenizer, StopStrings
+from common.text.tokenizer import Tokenizer
 from decoded.api.prompts import Prompt
 from decoded.api.schema import Params
-from decoded.detokenizer import Detokenizer, StopStrings
-from decoded.tokenizer import Tokenizer
 
 Finish = Literal["stop", "length"]
 

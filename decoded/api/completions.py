@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from common.text.tokenizer import Tokenizer
 from decoded.api.choices import Choice, Delta, LogprobEntry
 from decoded.api.fanout import Fanout
 from decoded.api.shapes import Head, answer, event, spell, spell_logprob, usage
-from decoded.tokenizer import Tokenizer
 
 
 class CompletionShape:

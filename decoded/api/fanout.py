@@ -13,10 +13,10 @@ from types import TracebackType
 
 from common.errors import PdError, RequestFailed
 from common.request import PromptLogprobs, RequestReport
+from common.text.tokenizer import Tokenizer
 from decoded.api.choices import Choice
 from decoded.api.contract import ActiveRequest
 from decoded.api.prepare import Prepared
-from decoded.tokenizer import Tokenizer
 
 
 class Fanout:

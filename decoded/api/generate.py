@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from common.request import Request, Route
+from common.text.tokenizer import Tokenizer
 from decoded.api.auth import REQUEST_ID, TENANT, read_request_id
 from decoded.api.bulk import Preparer
 from decoded.api.chat import ChatShape
@@ -24,7 +25,6 @@ from decoded.api.prompts import resolve_sampling
 from decoded.api.schema import Kind, Limits
 from decoded.api.shapes import Head, Shape, prfaas_object
 from decoded.api.stream import ClientWatch, EventStream
-from decoded.tokenizer import Tokenizer
 
 SUBMITTED = web.RequestKey("submitted", bool)
 """Set once the dispatcher has the prompts: from then on it counts what becomes of them."""

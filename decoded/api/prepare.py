@@ -10,11 +10,11 @@ import json
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from common.text.tokenizer import Tokenizer
 from decoded.api.errors import RequestRefused
 from decoded.api.fields import show
 from decoded.api.prompts import Prompt, chat_source, completion_sources, encode
 from decoded.api.schema import Kind, Limits, Params, parse_params
-from decoded.tokenizer import Tokenizer
 
 _PROMPT_FIELD: dict[Kind, str] = {"completions": "prompt", "chat": "messages"}
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from common.request import SamplingParams
+from common.text.tokenizer import PromptOverContext, Tokenizer
 from decoded.api.errors import RequestRefused
 from decoded.api.fields import Fields, bad_value, check_text, is_int
 from decoded.api.schema import Limits, Params
-from decoded.tokenizer import PromptOverContext, Tokenizer
 
 _ROLES = ("system", "developer", "user", "assistant")
 # What clients send back when they append a whole answer to the conversation.

@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry
 from common.errors import PdError
 from common.layout import ModelInfo, StateLayout
 from common.request import PromptLogprobs, Request, RequestReport, Timing, TokenLogprob, TokenOutput
+from common.text.tokenizer import Tokenizer
 from decoded.api.app import make_app, make_runner
 from decoded.api.contract import ApiSettings
-from decoded.tokenizer import Tokenizer
 
 Play = Callable[["FakeActive"], AsyncIterator[TokenOutput | PromptLogprobs]]
 

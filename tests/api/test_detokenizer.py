@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from decoded.detokenizer import BYTE_OF_CHAR, PieceTable, StopStrings
+from common.text.detokenizer import BYTE_OF_CHAR, PieceTable, StopStrings
 
 SPECIAL = "<|end|>"
 

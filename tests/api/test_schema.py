@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequest
+from common.text.tokenizer import Tokenizer
 from decoded.api.prepare import prepare
 from decoded.api.prompts import resolve_sampling
 from decoded.api.schema import Limits
-from decoded.tokenizer import Tokenizer
 
 LIMITS = Limits(model="test-model", vocab_size=256, max_context=512, default_max_tokens=64, max_prompts=8)
 TOKENIZER = Tokenizer.bytes_only()

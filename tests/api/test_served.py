@@ -10,7 +10,7 @@ from aiohttp import web
 from openai import OpenAI
 
 from common.errors import Draining
-from decoded.tokenizer import Tokenizer
+from common.text.tokenizer import Tokenizer
 
 
 def status_counts(server, path="/v1/completions"):

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequest, StartupError
-from decoded.chat_template import ChatTemplate
-from decoded.tokenizer import PromptOverContext, Tokenizer
+from common.text.chat_template import ChatTemplate
+from common.text.tokenizer import PromptOverContext, Tokenizer
 
 TEXTS = [
     "Hello, world!",

@@ -401,6 +401,32 @@ def test_surplus_and_sizes_are_refused_by_the_source(tmp_path: Path, hf: Path) -
             import_model(hf, tmp_path / "served")
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer.json", '{"x": 1}', "/tokenizer.json is not a tokenizer file: "),
+        ("chat_template.jinja", "{% for x in %}", ": the chat template does not compile: Expected an expression"),
+        ("tokenizer_config.json", "[]", "/tokenizer_config.json is not a JSON object"),
+    ],
+)
+def test_broken_tokenizer_or_template_is_found_at_import(
+    tmp_path: Path, hf: Path, name: str, text: str, message: str
+) -> None:
+    (hf / name).write_text(text)
+    with pytest.raises(ImportRefused, match=f"^{hf}{message}"):
+        import_model(hf, tmp_path / "served")
+    assert not (tmp_path / "served").exists()
+
+
+def test_import_says_when_there_is_no_chat_template(tmp_path: Path, hf: Path) -> None:
+    lines: list[str] = []
+    import_model(hf, tmp_path / "chats", progress=lines.append)
+    assert not [line for line in lines if "/v1/chat/completions" in line]
+    (hf / "chat_template.jinja").unlink()
+    import_model(hf, tmp_path / "no-chats", progress=lines.append)
+    assert "the model has no chat template: /v1/chat/completions will be refused" in lines[-2]
+
+
 def test_model_that_needs_its_own_code_is_refused(tmp_path: Path, hf: Path) -> None:
     config = json.loads((hf / "config.json").read_text())
     config |= {"model_type": "homemade", "auto_map": {"AutoModelForCausalLM": "modeling.Homemade"}}

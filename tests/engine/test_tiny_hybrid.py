@@ -19,7 +19,7 @@ from benchmarks.tiny_hybrid.inprocess import SPOILERS, LocalAnswerer
 from benchmarks.tiny_hybrid.kda import chunk_kda, fast_kda
 from benchmarks.tiny_hybrid.model import MAX_CONTEXT, new_model, save_tokenizer
 from benchmarks.tiny_hybrid.train import Diverged, Stage, make_batch, save_model, train
-from decoded.tokenizer import Tokenizer
+from common.text.tokenizer import Tokenizer
 
 TABLE, NAMED = task.Shape(48, 16, 0, 16, 32, num_names=0), task.Shape(96, 16, 4, 20, 32)
 SHORT = (Stage(2, 2, (), table=TABLE), Stage(1, 2, (NAMED,), table=TABLE), Stage(8, 2, (NAMED,)))

@@ -40,13 +40,13 @@ class _DictFactory:
 
 
 class ChatTemplate:
-    """One compiled template. `special_tokens` are visible to it by name (bos_token, ...).
+    """One compiled template. `special_tokens` are visible to it by name (bos_token, ...); errors begin with `label`.
 
     Raises:
         StartupError: the template does not compile.
     """
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: dict[str, str], label: str = "The model's chat template") -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
@@ -55,7 +55,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise StartupError(f"The model's chat template does not compile: {error}") from error
+            raise StartupError(f"{label} does not compile: {error}.") from error
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: list[dict[str, Any]]) -> str:

@@ -3,7 +3,7 @@
 Loads tokenizer.json with the `tokenizers` library alone (no transformers, no torch: a worker process starts in a
 fraction of a second) and renders the chat template in a sandbox, so that ids equal apply_chat_template(tokenize=True).
 Everything here blocks; callers run it in threads (encoding releases the interpreter lock) or in a process of its own.
-Knows nothing of HTTP or of requests. Called by decoded/api and by start-up.
+Knows nothing of HTTP or of requests. Called by decoded/api, by start-up and by the importer.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel as ByteLevelSplit
 
 from common.errors import InvalidRequest, StartupError
-from decoded.chat_template import ChatTemplate
-from decoded.detokenizer import BYTE_OF_CHAR, Detokenizer, PieceTable
+from common.text.chat_template import ChatTemplate
+from common.text.detokenizer import BYTE_OF_CHAR, Detokenizer, PieceTable
 
 _PREFIX_SLACK_TOKENS = 64
 _PLAIN_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
@@ -52,13 +52,13 @@ class Tokenizer:
         try:
             backend = RustTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise StartupError(f"{path} is not a tokenizer file: {error}") from error
+            raise StartupError(f"{path} is not a tokenizer file: {error}.") from error
         backend.no_truncation()
         backend.no_padding()
         config = _read_config(folder / "tokenizer_config.json")
         special = _special_tokens(config)
         source = _template_source(folder, config)
-        template = ChatTemplate(source, special) if source is not None else None
+        template = ChatTemplate(source, special, f"{folder}: the chat template") if source is not None else None
         return cls(backend, template, str(folder.resolve()))
 
     @classmethod
