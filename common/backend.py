@@ -128,10 +128,13 @@ class Generation(Protocol):
 class BackendStats:
     """A snapshot for status, metrics and admission.
 
-    `mixed_tokens_per_s`: local prefill beside running streams; `mixed_chunk_tokens`: of the last chunk beside them.
+    `num_rows`: sequences in the running batch, of `num_running`; the others wait for a row. `mixed_tokens`, `mixed_s`:
+    local prefill in steps that also decode, and how long those took; `mixed_chunk_tokens`: of the last such chunk.
+    `num_output_tokens` counts what was sampled, also where nobody waited for it any more.
     """
 
     num_running: int = 0
+    num_rows: int = 0
     num_prefilling: int = 0
     num_waiting: int = 0
     state_bytes: dict[str, int] = field(default_factory=dict)
@@ -139,10 +142,16 @@ class BackendStats:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
-    mixed_tokens_per_s: float = 0.0
+    mixed_tokens: int = 0
+    mixed_s: float = 0.0
     mixed_chunk_tokens: int = 0
     last_progress_at: float = 0.0
     is_alive: bool = True
+
+    @property
+    def mixed_tokens_per_s(self) -> float:
+        """Local prefill rate beside running streams so far; 0 before the first step of both."""
+        return self.mixed_tokens / self.mixed_s if self.mixed_s else 0.0
 
 
 class Backend(Protocol):

@@ -91,6 +91,7 @@ class LocalBackend:
         scheduler = worker.scheduler
         return BackendStats(
             num_running=scheduler.num_running,
+            num_rows=scheduler.num_rows,
             num_prefilling=scheduler.num_prefilling,
             num_waiting=scheduler.num_waiting,
             state_bytes=scheduler.accounts.totals(),
@@ -98,7 +99,8 @@ class LocalBackend:
             num_prompt_tokens=worker.num_prompt_tokens,
             num_output_tokens=worker.num_output_tokens,
             num_preemptions=scheduler.num_preemptions,
-            mixed_tokens_per_s=scheduler.budget.tokens_per_s,
+            mixed_tokens=scheduler.budget.mixed_tokens,
+            mixed_s=scheduler.budget.mixed_s,
             mixed_chunk_tokens=scheduler.budget.last_tokens,
             last_progress_at=worker.last_progress_at,
             is_alive=worker.is_alive,

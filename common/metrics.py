@@ -8,7 +8,7 @@ declare theirs on `metrics.registry` or through `counter`, `gauge`, `histogram`;
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import prometheus_client as prometheus
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -36,6 +36,12 @@ class Metrics:
         prometheus.GCCollector(registry=self.registry)
         build = self.gauge("prfaas_build_info", "Always 1; the labels say what runs", labels=("daemon", "version"))
         build.labels(daemon, version).set(1)
+
+    def tell_model(self, name: str, numerics: Mapping[str, str]) -> None:
+        """Say which model runs and what it is computed with, once it is loaded."""
+        labels = ("dtype", "kv_dtype", "weights")
+        info = self.gauge("prfaas_model_info", "Always 1; the labels say what is served", labels=("model", *labels))
+        info.labels(name, *(numerics.get(label, "") for label in labels)).set(1)
 
     def counter(self, name: str, what: str, *, unit: str = "", sample: str = "", labels: Sequence[str] = ()) -> Counter:
         """A counter; `name` ends in _total. Raises ValueError for a name outside the conventions."""

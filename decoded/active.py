@@ -61,6 +61,12 @@ class ActiveRequest:
         self._joined_at = 0.0
         self._last_output_at: dict[int, float] = {}
 
+    @property
+    def shown_stage(self) -> str:
+        """The stage for people: whoever has its prompt's state and no token yet waits for a row of the batch."""
+        has_joined = self._generation is not None and self._generation.marks.joined_at > 0
+        return "waiting for a row" if has_joined and self.stage.startswith("prefill ") else self.stage
+
     def admit(self) -> None:
         """Called by the dispatcher when the request leaves the queue."""
         self.stage = "admitted"
@@ -265,6 +271,7 @@ class ActiveRequest:
         now = _now()
         self._dispatcher.last_output_at = now
         self.num_output_tokens += 1
+        self._dispatcher.metrics.output_tokens.inc()
         last = self._last_output_at.get(output.choice)
         self._last_output_at[output.choice] = now
         if last is not None:
@@ -293,8 +300,9 @@ class ActiveRequest:
         metrics, route = self._dispatcher.metrics, self.report.route
         metrics.requests.labels(route, outcome).inc()
         metrics.prompt_tokens.labels(route).inc(self.request.num_prompt_tokens)
-        metrics.output_tokens.inc(self.num_output_tokens)
-        timing = self.report.timing
+        timing, seconds = self.report.timing, _now() - self.arrived_at
+        if outcome == "ok":
+            metrics.seconds.labels(route).observe(seconds)
         facts: dict[str, object] = {
             "request_id": self.request.request_id,
             "route": route,

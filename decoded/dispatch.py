@@ -80,12 +80,15 @@ class Dispatcher:
         self.active: dict[str, ActiveRequest] = {}
         self.records: OrderedDict[str, RequestRecord] = OrderedDict()
         self.last_output_at = 0.0
+        self._counted = BackendStats()
         self._idle = asyncio.Event()
         self._idle.set()
         metrics.running.set_function(lambda: len(admission.running))
         metrics.queued.set_function(lambda: len(admission.queue))
         metrics.queued_tokens.set_function(lambda: admission.num_queued_tokens)
         metrics.threshold.set_function(lambda: self.settings.threshold_tokens)
+        metrics.max_state_bytes.set_function(lambda: admission.limits.max_state_bytes)
+        metrics.reserved_bytes.set_function(lambda: admission.state_bytes)
 
     @property
     def info(self) -> ModelInfo:
@@ -224,13 +227,17 @@ class Dispatcher:
         return version_facts("decoded", self.info.name)
 
     def update_gauges(self) -> None:
-        """Bring the gauges with labels up to date; called twice a second and cheap."""
+        """Bring up to date what the engine counts; called twice a second and cheap."""
         m = self.metrics
         stats = self.backend.stats()
         held = stats.state_bytes
-        m.mixed_rate.set(stats.mixed_tokens_per_s)
+        before, self._counted = self._counted, stats
+        m.mixed_tokens.inc(stats.mixed_tokens - before.mixed_tokens)
+        m.mixed_s.inc(stats.mixed_s - before.mixed_s)
+        m.preemptions.inc(stats.num_preemptions - before.num_preemptions)
         m.mixed_chunk.set(stats.mixed_chunk_tokens)
-        m.preemptions.set(stats.num_preemptions)
+        m.rows.set(stats.num_rows)
+        m.row_waiters.set(stats.num_running - stats.num_rows)
         for spec in self.info.layout.states:
             m.state_bytes.labels(spec.kind).set(held.get(spec.kind, 0))
 

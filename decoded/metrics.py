@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from common.policy.routing import FALLBACK_REASONS, REASONS
+
 _TTFT_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300)
+_SECONDS_BUCKETS = (*_TTFT_BUCKETS, 600, 1200)
+OUTCOMES = ("ok", "cancelled", "shed", "invalid", "error")
+GATES = ("queued_requests", "queued_tokens", "fallback", "draining", "body_bytes", "bulk_bodies")
 _ITL_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
@@ -39,6 +44,18 @@ class DecodeMetrics:
             "prfaas_fallback_total", "Prompts prefilled here although remote was wanted.", ["reason"], registry=r
         )
         self.routes = Counter("prfaas_routes_total", "Routing decisions.", ["route", "reason"], registry=r)
+        self.prompt_tokens = Counter("prfaas_prompt_tokens_total", "Prompt tokens by route.", ["route"], registry=r)
+        self.output_tokens = Counter(
+            "prfaas_output_tokens_total", "Output tokens of all choices that were handed on, as they come.", registry=r
+        )
+        self.wire_bytes = Counter("prfaas_wire_bytes_total", "Encoded state bytes received.", ["peer"], registry=r)
+        self.raw_bytes = Counter("prfaas_raw_bytes_total", "Decoded state bytes received.", ["peer"], registry=r)
+        self._make_histograms(r)
+        self._make_engine_counters(r)
+        self._make_gauges(r)
+        self._show_known_labels()
+
+    def _make_histograms(self, r: CollectorRegistry) -> None:
         self.ttft = Histogram(
             "prfaas_ttft_seconds",
             "Seconds from arrival to the first output token; one sample is one request.",
@@ -59,11 +76,43 @@ class DecodeMetrics:
             buckets=_TTFT_BUCKETS,
             registry=r,
         )
-        self.prompt_tokens = Counter("prfaas_prompt_tokens_total", "Prompt tokens by route.", ["route"], registry=r)
-        self.output_tokens = Counter("prfaas_output_tokens_total", "Output tokens of all choices.", registry=r)
-        self.wire_bytes = Counter("prfaas_wire_bytes_total", "Encoded state bytes received.", ["peer"], registry=r)
-        self.raw_bytes = Counter("prfaas_raw_bytes_total", "Decoded state bytes received.", ["peer"], registry=r)
-        self._make_gauges(r)
+        self.seconds = Histogram(
+            "prfaas_request_seconds",
+            "Seconds from arrival to the last output token; one sample is one request with outcome ok.",
+            ["route"],
+            buckets=_SECONDS_BUCKETS,
+            registry=r,
+        )
+
+    def _make_engine_counters(self, r: CollectorRegistry) -> None:
+        self.mixed_tokens = Counter(
+            "prfaas_mixed_prefill_tokens_total",
+            "Prompt tokens computed here in steps that also decoded running streams.",
+            registry=r,
+        )
+        self.mixed_s = Counter(
+            "prfaas_mixed_step_seconds_total", "Seconds that those steps took in all, decode rows included.", registry=r
+        )
+        self.preemptions = Counter(
+            "prfaas_preemptions_total", "Times a sequence was put aside for another of higher priority.", registry=r
+        )
+
+    def _show_known_labels(self) -> None:
+        """A label value that is not there yet would hide its first event from rate()."""
+        for gate in GATES:
+            self.shed.labels(gate)
+        for reason in FALLBACK_REASONS:
+            self.fallbacks.labels(reason)
+        for route, reasons in REASONS.items():
+            self.prompt_tokens.labels(route)
+            self.ttft.labels(route)
+            self.seconds.labels(route)
+            for reason in reasons:
+                self.routes.labels(route, reason)
+            for outcome in OUTCOMES:
+                self.requests.labels(route, outcome)
+        for outcome in ("shed", "invalid", "error"):
+            self.requests.labels("none", outcome)
 
     def _make_gauges(self, r: CollectorRegistry) -> None:
         self.running = Gauge("prfaas_running_requests", "Requests admitted and not finished.", registry=r)
@@ -72,16 +121,20 @@ class DecodeMetrics:
         self.state_bytes = Gauge(
             "prfaas_state_bytes", "State memory held by the engine, by kind.", ["kind"], registry=r
         )
-        self.mixed_rate = Gauge(
-            "prfaas_mixed_prefill_tokens_per_second",
-            "Local prefill in steps that also decode running streams, since the start.",
-            registry=r,
-        )
         self.mixed_chunk = Gauge(
             "prfaas_mixed_chunk_tokens", "Prompt tokens of the last step that also decoded running streams.", registry=r
         )
-        self.preemptions = Gauge(
-            "prfaas_preempted_sequences", "How often a sequence was put aside for another, since the start.", registry=r
+        self.rows = Gauge(
+            "prfaas_batch_rows", "Sequences in the running batch; batch.max_batch is the most.", registry=r
+        )
+        self.row_waiters = Gauge(
+            "prfaas_row_waiting_sequences", "Sequences that are ready to decode and wait for a row.", registry=r
+        )
+        self.max_state_bytes = Gauge(
+            "prfaas_max_state_bytes", "State memory that admitted requests may reserve in all, in bytes.", registry=r
+        )
+        self.reserved_bytes = Gauge(
+            "prfaas_reserved_state_bytes", "State memory that admitted requests reserve, in bytes.", registry=r
         )
         self.threshold = Gauge(
             "prfaas_threshold_tokens", "Uncached prompt tokens above which prefill goes remote.", registry=r

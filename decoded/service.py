@@ -74,6 +74,7 @@ class DecodeService:
         check_port(config.http.host, config.http.port, "http.port")
         log.info("loading the model", extra={"path": str(config.model.path or "fake")})
         await self.backend.start()
+        self.metrics.tell_model(self.backend.info.name, self.backend.info.numerics)
         self.tokenizer = await asyncio.to_thread(_load_tokenizer, config)
         if not self.tokenizer.has_chat_template:
             log.info("/v1/chat/completions is not available: the model has no chat template")

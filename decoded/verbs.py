@@ -130,6 +130,8 @@ def status_facts(service: DecodeService) -> dict[str, Any]:
         "num_queued_tokens": dispatcher.admission.num_queued_tokens,
         "admitted_state_bytes": dispatcher.admission.state_bytes,
         "state_bytes": dict(stats.state_bytes),
+        "num_batch_rows": stats.num_rows,
+        "num_waiting_for_a_row": stats.num_running - stats.num_rows,
         "num_output_tokens": stats.num_output_tokens,
         "num_preemptions": stats.num_preemptions,
         "mixed_prefill_tokens_per_s": round(stats.mixed_tokens_per_s, 1),
@@ -142,7 +144,7 @@ def request_facts(active: ActiveRequest, now: float) -> dict[str, Any]:
     report = active.report
     return {
         "request_id": report.request_id,
-        "stage": active.stage,
+        "stage": active.shown_stage,
         "route": report.route,
         "peer": report.peer,
         "num_prompt_tokens": report.num_prompt_tokens,

@@ -5,6 +5,17 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
+OUTCOMES = ("ok", "cancelled", "refused", "lost", "timeout", "error")
+GATES = (
+    "queued_requests",
+    "queued_tokens",
+    "state_bytes",
+    "prompt_tokens",
+    "deadline",
+    "invalid",
+    "draining",
+    "damaged",
+)
 
 
 class PrefillMetrics:
@@ -66,3 +77,13 @@ class PrefillMetrics:
             "prfaas_state_bytes", "State memory held by the engine, by kind.", ["kind"], registry=r
         )
         self.draining = Gauge("prfaas_draining", "1 while draining, else 0.", registry=r)
+        self._show_known_labels()
+
+    def _show_known_labels(self) -> None:
+        """A label value that is not there yet would hide its first event from rate()."""
+        for outcome in OUTCOMES:
+            self.prefills.labels(outcome)
+        for gate in GATES:
+            self.refused.labels(gate)
+        for direction in ("in", "out"):
+            self.link_bytes.labels(direction)

@@ -75,6 +75,7 @@ class PrefillService:
         check_port(config.http.host, config.http.port, "http.port")
         log.info("loading the model", extra={"path": str(config.model.path or "fake")})
         await self._backend.start()
+        self._metrics.tell_model(self._backend.info.name, self._backend.info.numerics)
         end = local_end(config, "prefill", self._backend.info)
         self._server = PrefillServer(end, link_options(config), self._handler, load=self._load, trace=self._trace)
         self._server.on_refused, self._server.on_fault = self._on_refused, self._on_fault

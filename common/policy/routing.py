@@ -12,6 +12,15 @@ from common.request import Route
 
 Mode = Literal["threshold", "local-only", "remote-only"]
 
+# Every reason of a decision, by its route; the last three of "local" are fallbacks.
+FALLBACK_REASONS = ("no_peer", "peer_failed", "attempts_spent")
+REASONS: dict[Route, tuple[str, ...]] = {
+    "remote": ("above_threshold", "remote_only", "forced"),
+    "local": (
+        "below_threshold", "local_only", "forced", "nothing_to_compute", "prompt_logprobs", *FALLBACK_REASONS,
+    ),
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class RouteDecision:

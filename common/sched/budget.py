@@ -100,11 +100,6 @@ class TokenBudget:
             self._since_quiet = 1
         return not self.fixed and self._since_quiet > QUIET_EVERY
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Local prefill rate beside running streams so far; 0 before the first mixed step."""
-        return self.mixed_tokens / self.mixed_s if self.mixed_s else 0.0
-
     def note_quiet(self, num_rows: int, decode_s: float) -> None:
         """Learn from decode rows that took `decode_s` on their own."""
         self._since_quiet = 0

@@ -237,6 +237,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_rows(self) -> int:
+        """Of those, how many have a row in a step; the others wait for one."""
+        return min(len(self._running), self.limits.max_batch)
+
+    @property
     def num_prefilling(self) -> int:
         """Sequences that need chunks and may have them."""
         return sum(not s.is_held for s in list(self._prefilling))

@@ -108,6 +108,25 @@ def test_a_flood_of_strangers_is_one_line(cluster):
     assert len(lines(prefilld, "connection refused before its handshake")) == 1
 
 
+def test_requests_that_wait_for_a_row_say_so_and_are_counted():
+    with running_cluster(None, num_prefillds=0, decoded={**FAKE, "batch": {"max_batch": 2}}) as c:
+        port = c.decoded.config["http"]["port"]
+        body = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True}
+        with ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(c.post, "/v1/completions", body) for _ in range(4)]
+            wanted = ["decoding", "decoding", "waiting for a row", "waiting for a row"]
+            eventually(lambda: sorted(r["stage"] for r in c.decoded.ctl("requests")) == wanted)
+            eventually(lambda: metrics(port)["prfaas_row_waiting_sequences"] == 2)
+            now = metrics(port)
+            assert now["prfaas_batch_rows"] == 2
+            assert 0 < now["prfaas_reserved_state_bytes"] <= now["prfaas_max_state_bytes"]
+            assert {a.result()["usage"]["completion_tokens"] for a in answers} == {400}
+        after = metrics(port)
+        assert after["prfaas_output_tokens_total"] == 1600 == c.decoded.ctl("status")["num_output_tokens"]
+        assert after['prfaas_request_seconds_count{route="local"}'] == 4
+        assert any(name.startswith("prfaas_model_info{") for name in after)
+
+
 def test_a_model_without_chat_template_says_so(gemma3_dir: Path):
     with running_cluster(gemma3_dir, num_prefillds=0) as c:
         assert c.decoded.ctl("status")["model"]["chat"] is False

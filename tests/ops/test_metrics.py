@@ -46,3 +46,38 @@ def test_the_daemons_metrics_keep_the_conventions(own: type) -> None:
     own(metrics.registry)
     assert metrics.check() == []
     assert metrics.render()
+
+
+def test_the_model_and_what_it_is_computed_with_are_labels() -> None:
+    metrics = Metrics("decoded", "1")
+    metrics.tell_model("tiny", {"dtype": "float32", "kv_dtype": "bfloat16", "weights": "int8", "threads": "2"})
+    wanted = 'prfaas_model_info{dtype="float32",kv_dtype="bfloat16",model="tiny",weights="int8"} 1.0'
+    assert wanted in metrics.render().decode()
+
+
+@pytest.mark.parametrize(
+    ("own", "lines"),
+    [
+        (
+            DecodeMetrics,
+            [
+                'prfaas_shed_total{gate="queued_tokens"} 0.0',
+                'prfaas_fallback_total{reason="attempts_spent"} 0.0',
+                'prfaas_routes_total{reason="above_threshold",route="remote"} 0.0',
+                'prfaas_requests_total{outcome="error",route="remote"} 0.0',
+                'prfaas_requests_total{outcome="invalid",route="none"} 0.0',
+                "prfaas_preemptions_total 0.0",
+                "prfaas_mixed_prefill_tokens_total 0.0",
+                "prfaas_mixed_step_seconds_total 0.0",
+                'prfaas_request_seconds_count{route="local"} 0.0',
+            ],
+        ),
+        (PrefillMetrics, ['prfaas_prefills_total{outcome="lost"} 0.0', 'prfaas_refused_total{gate="deadline"} 0.0']),
+    ],
+)
+def test_the_first_event_is_seen_by_rate(own: type, lines: list[str]) -> None:
+    """Known label values are there from the start, at 0."""
+    metrics = Metrics("d", "1")
+    own(metrics.registry)
+    text = metrics.render().decode().splitlines()
+    assert set(lines) <= set(text)
