@@ -16,7 +16,15 @@ from pydantic import Field
 
 from common.config_load import load_file as load
 from common.config_load import parse_text
-from common.config_machine import MAKE_MODEL, check_cpus, check_device, check_folder, check_folder_of, check_model
+from common.config_machine import (
+    MAKE_MODEL,
+    check_cpus,
+    check_device,
+    check_folder,
+    check_folder_of,
+    check_model,
+    threads_warning,
+)
 from common.config_render import changes, plain, render, restart_problems
 from common.config_secrets import check_bind, read_key, read_lines, unreadable
 from common.config_types import Duration, FilePath, IntList, Problem, RootSection, Section, Size, When, key
@@ -290,6 +298,11 @@ class SharedConfig(RootSection):
             yield from _check_machine(self, when)
         if self.security.key_file is not None:
             yield from unreadable("security.key_file", read_key, self.security.key_file)
+
+    def warnings(self) -> list[str]:
+        """What is allowed and hardly meant, a sentence each."""
+        text = threads_warning(self.engine.threads, self.engine.cpus) if self.engine.backend == "local" else ""
+        return [text] if text else []
 
     @classmethod
     def foreign(cls, data: dict[str, Any]) -> str:

@@ -31,6 +31,18 @@ def check_cpus(path: str, cpus: Sequence[int]) -> Iterator[Problem]:
         yield Problem((path,), "names a core twice")
 
 
+def threads_warning(threads: int, cpus: Sequence[int]) -> str:
+    """What is wrong with more compute threads than cores, "" when they fit. `cpus`: of the configuration, or none."""
+    cores = sorted(set(cpus) or os.sched_getaffinity(0))
+    if threads <= len(cores):
+        return ""
+    whence = "engine.cpus" if cpus else "the cores that this process may use"
+    return (
+        f"engine.threads = {threads} but {whence} are {len(cores)} ({', '.join(map(str, cores))}): threads that share a"
+        f" core wait for each other at every step, many times slower; set engine.threads to at most {len(cores)}"
+    )
+
+
 def check_model(path: str, folder: Path) -> Iterator[Problem]:
     """What a served model directory lacks, file by file; that contents are what was imported shows at start only."""
     from common.engine.loader import directory_problems

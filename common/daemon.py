@@ -160,6 +160,8 @@ def run_daemon(program: Program[C], argv: Sequence[str] | None = None) -> int:
             return EXIT_OK
         if args.check:
             sys.stdout.write(f"{program.name}: {path} is valid\n")
+            for line in config.warnings():
+                print(f"{program.name}: warning: {line}", file=sys.stderr)  # noqa: T201
             return EXIT_OK
         apply_cpu_settings(config.engine)
     except ConfigError as error:

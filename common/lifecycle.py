@@ -90,6 +90,8 @@ class _Life(Generic[C]):
         await control.start()
         self._install_signals()
         log.info("starting", extra={"node": self._config.node.name, "control": str(control.path)})
+        for line in self._config.warnings():
+            log.warning(line)
         try:
             service = self._service = self._program.make_service(self._config, fake_peer)
             service.on_fatal = self._on_fatal

@@ -90,12 +90,13 @@ def load(path: Path, options: RunnerOptions) -> Runner:
     if options.compile:
         compile_parts(loaded.model, short_forward)
     elif options.weights != "torch":
-        products = _accelerate(loaded.model, options.weights)
+        products = _accelerate(loaded.model, options)
     return Runner(loaded, options, products)
 
 
-def _accelerate(model: Any, weights: str) -> str:
+def _accelerate(model: Any, options: RunnerOptions) -> str:
     """What computes products from now on: as `weights`, or "torch"."""
+    weights = options.weights
     try:
         report = accelerate(model, weights="int8" if weights == "int8" else "float32")
     except EngineError as e:
@@ -103,7 +104,9 @@ def _accelerate(model: Any, weights: str) -> str:
     if report.reason and weights == "int8":
         raise StartupError(f'engine.weights = "int8" is not possible here: {report.reason}')
     if report.reason:
-        log.warning("torch computes all products, slower than our kernels would: %s", report.reason)
+        told = f'engine.dtype = "{options.dtype}", and our kernels are for float32 on a CPU'
+        reason = report.reason if options.dtype == "float32" else told
+        log.warning("torch computes all products, slower than our kernels would: %s", reason)
         return "torch"
     formats = " ".join(f"{name}={num}" for name, num in sorted(report.formats.items()))
     before, after = report.bytes_before >> 20, report.bytes_after >> 20

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from common.config import parse_text
+from common.config_machine import threads_warning
 from common.daemon import apply_cpu_settings, parse_fake_peer
 from common.errors import StartupError
 from common.sdnotify import restart_command
@@ -77,6 +78,26 @@ def test_check_of_a_right_one(tmp_path: Path, module: str) -> None:
     config.write_text("[engine]\nbackend = 'fake'\n")
     done = program("--config", str(config), "--check", module=module)
     assert (done.returncode, done.stdout) == (0, f"{module}: {config} is valid\n")
+
+
+def test_more_threads_than_cores_are_a_warning(tmp_path: Path, model_dir: Path) -> None:
+    """Both values are named; it starts all the same."""
+    config = tmp_path / "c.toml"
+    core = min(os.sched_getaffinity(0))
+    socket = f"[control]\nsocket = '{tmp_path / 'c.sock'}'\n"
+    config.write_text(f"{socket}[model]\npath = '{model_dir}'\n[engine]\nthreads = 3\ncpus = [{core}]\n")
+    done = program("--config", str(config), "--check")
+    assert (done.returncode, done.stdout) == (0, f"decoded: {config} is valid\n")
+    assert done.stderr.startswith(f"decoded: warning: engine.threads = 3 but engine.cpus are 1 ({core}): ")
+    text = config.read_text()
+    config.write_text(text.replace("threads = 3", "threads = 1"))
+    assert program("--config", str(config), "--check").stderr == ""
+    config.write_text(text.replace("threads = 3", "threads = 999"))
+    started = program("--config", str(config))  # this model cannot be loaded
+    assert "warning common.lifecycle engine.threads = 999 but engine.cpus are 1" in started.stderr
+    assert started.returncode == 3
+    wide = "engine.threads = 999 but the cores that this process may use are "
+    assert threads_warning(999, ()).startswith(wide) and threads_warning(1, ()) == ""
 
 
 @pytest.mark.parametrize("module", ["prefilld", "decoded"])
