@@ -60,6 +60,7 @@ class ActiveRequest:
         self._is_closed = False
         self._joined_at = 0.0
         self._last_output_at: dict[int, float] = {}
+        self._finish_reasons: dict[int, str] = {}
 
     @property
     def shown_stage(self) -> str:
@@ -75,6 +76,7 @@ class ActiveRequest:
     def cancel(self, choice: int | None = None) -> None:
         """Stop one choice, or everything everywhere: the queue, the peer, the engine. Idempotent."""
         if choice is not None:
+            self._finish_reasons.setdefault(choice, "stop")  # a stop string, which only the API sees
             if self._generation is not None:
                 self._generation.cancel(choice)
             return
@@ -272,6 +274,8 @@ class ActiveRequest:
         self._dispatcher.last_output_at = now
         self.num_output_tokens += 1
         self._dispatcher.metrics.output_tokens.inc()
+        if output.finish_reason is not None:
+            self._finish_reasons[output.choice] = output.finish_reason
         last = self._last_output_at.get(output.choice)
         self._last_output_at[output.choice] = now
         if last is not None:
@@ -312,6 +316,9 @@ class ActiveRequest:
             "why": self.report.outcome.partition(": ")[2],
             "num_prompt_tokens": self.request.num_prompt_tokens,
             "num_output_tokens": self.num_output_tokens,
+            "num_choices": self.request.num_choices,
+            "finish_reasons": ",".join(reason for _, reason in sorted(self._finish_reasons.items())),
+            "duration_s": round(seconds, 3),
             "failed_remote_s": round(timing.failed_remote_s, 3),
             "ttft_s": round(timing.ttft_s, 3),
         }

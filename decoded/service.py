@@ -195,7 +195,7 @@ class DecodeService:
             if client.state != "ready":
                 log.warning("degraded: peer is not usable", extra={"peer": client.name, "why": client.reason})
         if not peers:
-            log.warning("degraded: no prefill peer is configured, every prompt is prefilled here")
+            log.info("no prefill peer is configured: all prompts are computed here")
 
     async def _start_http(self) -> None:
         http = self.config.http

@@ -51,6 +51,7 @@ class StreamRecord:
     ended_at: float = 0.0
     computing_s: float = 0.0
     paused_s: float = 0.0
+    raw_bytes: int = 0
     is_timed_out: bool = False
 
     @property
@@ -123,7 +124,12 @@ class StreamHandler:
             watch.cancel()
             self.metrics.prefills.labels(outcome).inc()
             self._release(record)
-            log.info("prefill %s", outcome, extra=_extra(record))
+            facts = {
+                "queue_s": round((record.started_at or _now()) - record.arrived_at + record.waited_s, 3),
+                "prefill_s": round(record.computing_s, 3),
+                "raw_bytes": record.raw_bytes,
+            }
+            log.info("prefill %s", outcome, extra=_extra(record) | facts)
 
     def start_admitted(self) -> None:
         """Let those run who fit now (after the limits were raised)."""
@@ -189,7 +195,7 @@ class StreamHandler:
                     continue
                 if not record.started_at:
                     await self._started(stream, job, record)
-                await self._send(stream, item)
+                await self._send(stream, item, record)
                 if stream.staged_bytes > self.max_staged_bytes and (resume is None or resume.done()):
                     self.metrics.paused.inc()
                     job.set_paused(True)
@@ -209,12 +215,14 @@ class StreamHandler:
         record.paused_s += _now() - paused_at
         job.set_paused(False)
 
-    async def _send(self, stream: ServerStream, segment: ComputedSegment) -> None:
+    async def _send(self, stream: ServerStream, segment: ComputedSegment, record: StreamRecord) -> None:
         if self._trace is not None:
             rows = {"start": segment.start, "stop": segment.stop, "layers": segment.layers}
             self._trace("segment_computed", now=segment.computed_at, request_id=stream.request.request_id, **rows)
         self.metrics.segments.inc()
-        self.metrics.raw_bytes.inc(sum(b.nbytes for b in segment.buffers))
+        num_bytes = sum(b.nbytes for b in segment.buffers)
+        record.raw_bytes += num_bytes
+        self.metrics.raw_bytes.inc(num_bytes)
         await stream.send_segment(segment)
 
     async def _chunk_done(self, stream: ServerStream, job: PrefillJob, chunk: ChunkDone, record: StreamRecord) -> None:

@@ -83,6 +83,11 @@ def test_prefilld_tells_of_sessions_and_counts_their_bytes(cluster):
     assert now['prfaas_prefills_total{outcome="ok"}'] == 1
     assert now['prfaas_prefill_seconds_bucket{le="600.0"}'] == 1
     assert now['prfaas_prefill_queue_seconds_bucket{le="600.0"}'] == 1
+    (done,) = lines(prefilld, "prefill ok")
+    facts = dict(part.split("=") for part in done.split() if "=" in part)
+    assert int(facts["raw_bytes"]) == report["raw_bytes"]
+    assert float(facts["prefill_s"]) == pytest.approx(report["timing"]["prefill_s"], abs=0.01)
+    assert 0 <= float(facts["queue_s"]) < 1
     (begun,) = lines(prefilld, "session begins")
     assert "peer=decoded" in begun and "instance=" in begun and "address=127.0.0.1:" in begun
     cluster.decoded.stop()
@@ -125,6 +130,12 @@ def test_requests_that_wait_for_a_row_say_so_and_are_counted():
         assert after["prfaas_output_tokens_total"] == 1600 == c.decoded.ctl("status")["num_output_tokens"]
         assert after['prfaas_request_seconds_count{route="local"}'] == 4
         assert any(name.startswith("prfaas_model_info{") for name in after)
+        c.post("/v1/completions", {**body, "n": 3, "max_tokens": 4})
+        done = lines(c.decoded, "request done")
+        assert len(done) == 5 and " num_choices=3 finish_reasons=length,length,length duration_s=" in done[-1]
+        assert float(done[0].split("duration_s=")[1].split()[0]) > 1.5
+        (told,) = lines(c.decoded, "no prefill peer is configured: all prompts are computed here")
+        assert " info " in told and not lines(c.decoded, "degraded")
 
 
 def test_a_model_without_chat_template_says_so(gemma3_dir: Path):

@@ -18,6 +18,7 @@ from common.engine.checkpoint import check_settings
 from common.engine.importer import import_model
 from common.engine.loader import LoadedModel, load_model, verify_model_dir
 from common.engine.manifest import build_manifest, canonical_digest, model_digests, read_manifest
+from common.engine.runner import RunnerOptions, load
 from common.errors import StartupError
 from common.layout import ModelInfo, StateLayout
 
@@ -338,6 +339,12 @@ def test_quantised_checkpoint_is_refused_as_such(served: Path, method: str) -> N
     change_config(served, quantization_config={"quant_method": method, "bits": 4})
     with pytest.raises(StartupError, match=f"quantization_config '{method}': quantised checkpoints are not supported"):
         load_model(served)
+
+
+def test_the_warning_of_a_slow_dtype_names_its_key(served: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load(served, RunnerOptions(dtype="bfloat16"))
+    (told,) = [r for r in caplog.records if "torch computes all products" in r.message]
+    assert told.levelname == "WARNING" and 'engine.dtype = "bfloat16"' in told.message
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
