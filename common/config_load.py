@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import math
 import re
 import tomllib
 import types
@@ -116,6 +117,8 @@ def _message(detail: ErrorDetails, loc: Loc, root: type[BaseModel]) -> str:
     value, text = detail["input"], _PLAIN_WORDS.get(detail["type"], "")
     if detail["type"] == "string_pattern_mismatch" and field is not None:
         text = f"has the wrong form: {field.description}"
+    elif isinstance(value, float) and math.isnan(value):
+        text = "must be a number"
     elif not text:
         text = detail["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)
     unit = unit_of(field) if field is not None else None
@@ -126,7 +129,9 @@ def _message(detail: ErrorDetails, loc: Loc, root: type[BaseModel]) -> str:
         shown = toml_value(value, unit)
     else:
         shown = repr(value)
-    if not isinstance(value, str | int | float | bool) or repr(value) in text:
+    # Some texts quote what they found; a digit of the limit is no quotation.
+    is_quoted = re.search(rf"(?<![\w.]){re.escape(repr(value))}(?![\w.])", text) is not None
+    if not isinstance(value, str | int | float | bool) or is_quoted:
         return text
     return f"{text} (got {shown})"
 

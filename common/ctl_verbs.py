@@ -150,7 +150,12 @@ def wait(daemon: str) -> Verb:
 
 
 def _add_timeout(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("--timeout", type=duration, metavar="TIME", help=f'{text}; "90s", "5min" (default: forever)')
+    parser.add_argument(
+        "--timeout",
+        type=duration,
+        metavar="TIME",
+        help=f'{text}: a number and its unit, ms, s, min or h, like "90s" or "5min" (default: forever)',
+    )
 
 
 def wait_for(context: Context, state: str, timeout_s: float | None) -> Any:

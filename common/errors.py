@@ -52,14 +52,16 @@ class StartupError(PdError):
 
 
 class InvalidRequest(PdError):
-    """The client's request is wrong; `param` names the field (None when it is the body itself)."""
+    """The client's request is wrong; `param` names the field (None when it is the body itself), `api_code` is for
+    programs, as OpenAI has it in some errors.
+    """
 
     code = "invalid_request"
     http_status = 400
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, api_code: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
+        self.param, self.api_code = param, api_code
 
 
 class Overloaded(PdError):

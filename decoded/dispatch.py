@@ -76,7 +76,7 @@ class Dispatcher:
         self.admission, self.fallback = admission, fallback
         self.settings, self.metrics = settings, metrics
         self.peer_warning = peer_warning
-        self.is_draining = False
+        self.is_draining = self.is_stopping = False
         self.active: dict[str, ActiveRequest] = {}
         self.records: OrderedDict[str, RequestRecord] = OrderedDict()
         self.last_output_at = 0.0
@@ -125,6 +125,8 @@ class Dispatcher:
 
     def _admit(self, request: Request) -> bool:
         """True when the request is queued, False when it may run at once."""
+        if self.is_stopping:
+            raise Draining("this server is stopping and takes no new requests; send them elsewhere")
         if self.is_draining:
             raise Draining("this server is draining and takes no new requests (decodectl resume takes work again)")
         if request.request_id in self.active:

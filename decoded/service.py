@@ -89,7 +89,8 @@ class DecodeService:
         log.info("serving", extra={"model": self.backend.info.name, "num_peers": len(self.peers)})
 
     async def drain(self, timeout: float) -> None:
-        """Shed new requests, finish those in flight."""
+        """On the way to `stop`: shed new requests, finish those in flight."""
+        self.dispatcher.is_stopping = True
         self.set_draining(True)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):

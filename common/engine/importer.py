@@ -12,6 +12,7 @@ import argparse
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -26,6 +27,9 @@ from common.engine.manifest import MANIFEST, Manifest, build_manifest, canonical
 from common.errors import EXIT_OK, EXIT_RUNTIME, PdError, StartupError
 from common.text.tokenizer import Tokenizer
 
+# As nodes are named: it stands in logs, labels and what clients ask for.
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
+_INSTEAD = "Remove it, or import into another directory."
 Progress = Callable[[str], None]
 
 
@@ -38,14 +42,18 @@ class ImportRefused(StartupError):
 def import_model(source: Path, dest: Path, *, name: str = "", progress: Progress = lambda _: None) -> Manifest:
     """Import `source` (a .gguf file or a Hugging Face directory) into the new directory `dest`.
 
-    Returns the manifest; at once when `dest` already is the complete import of the same source under the same name.
+    `name` (default: the name of `dest`) is restricted like a node's. Returns the manifest; at once when `dest` already
+    is the complete import of the same source under the same name.
     Raises StartupError (ImportRefused) when the source is unusable, `dest` holds anything else, or space runs out.
     """
     source, dest = source.expanduser(), dest.expanduser().absolute()
-    origin = _origin(source)
     name = name or dest.name
-    if (done := _existing(dest, name, origin)) is not None:
-        progress(f"{dest} is already the complete import of {source}")
+    if not re.fullmatch(NAME, name):
+        wanted = "letters, digits, '.', '_' and '-', 63 at most, the first one a letter or digit"
+        raise ImportRefused(f"the model's name {name!r} has the wrong form: {wanted}; give another with --name.")
+    origin = _origin(source)
+    if (done := _existing(dest, name, source, origin)) is not None:
+        progress(f"{dest} is already the complete import of {source}: nothing was done")
         return done
     with _clear_errors(dest):
         dest.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +64,7 @@ def import_model(source: Path, dest: Path, *, name: str = "", progress: Progress
             manifest = build_manifest(staging, name, origin)
             (staging / MANIFEST).write_text(manifest.to_json())
             _flush(staging)
-            return _put_in_place(staging, dest, manifest)
+            return _put_in_place(staging, dest, source, manifest)
 
 
 def _origin(source: Path) -> dict[str, str]:
@@ -74,18 +82,24 @@ def _origin(source: Path) -> dict[str, str]:
     return {"kind": "gguf", "file": source.name, "digest": hash_files(source.parent, [source.name])[0].sha256}
 
 
-def _existing(dest: Path, name: str, origin: dict[str, str]) -> Manifest | None:
+def _existing(dest: Path, name: str, source: Path, origin: dict[str, str]) -> Manifest | None:
     """The manifest of `dest` if it is this very import and whole; None if there is nothing there."""
     if not dest.exists() or (dest.is_dir() and not any(dest.iterdir())):
         return None
     try:
         found = verify_model_dir(dest)
     except StartupError as error:
-        raise ImportRefused(f"{dest} exists and is not a complete import ({error}) Remove it first.") from error
+        raise ImportRefused(f"{dest} exists and is not a complete import ({error}) {_INSTEAD}") from error
     if found.source.get("digest") != origin["digest"]:
-        raise ImportRefused(f"{dest} exists and was imported from another source ({found.source.get('file')}).")
+        was = f"{found.source.get('file')} (digest {str(found.source.get('digest'))[:16]})"
+        raise ImportRefused(
+            f"{dest} exists and was imported from another source, {was}, not from {source.resolve()}"
+            f" (digest {origin['digest'][:16]}). {_INSTEAD}"
+        )
     if found.name != name:
-        raise ImportRefused(f"{dest} exists and holds this model under the name {found.name!r}, not {name!r}.")
+        raise ImportRefused(
+            f"{dest} exists and holds this model under the name {found.name!r}, not {name!r}. {_INSTEAD}"
+        )
     return found
 
 
@@ -145,14 +159,14 @@ def _flush(staging: Path) -> None:
             os.close(fd)
 
 
-def _put_in_place(staging: Path, dest: Path, manifest: Manifest) -> Manifest:
+def _put_in_place(staging: Path, dest: Path, source: Path, manifest: Manifest) -> Manifest:
     try:
         staging.rename(dest)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         # Another import of the same source finished first; anything else in the way is refused.
-        other = _existing(dest, manifest.name, dict(manifest.source))
+        other = _existing(dest, manifest.name, source, dict(manifest.source))
         if other is None:
             raise
         return other
@@ -166,19 +180,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("source", type=Path, help="a .gguf file or a directory with config.json and *.safetensors")
     parser.add_argument("dest", type=Path, help="the served model directory to make")
-    parser.add_argument("--name", default="", help="model name shown to clients (default: the name of DEST)")
+    parser.add_argument(
+        "--name",
+        default="",
+        help="model name shown to clients: letters, digits, '.', '_', '-' (default: the name of DEST)",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     args = parser.parse_args(argv)
     os.environ.setdefault("TQDM_DISABLE", "1")  # our own progress lines are enough
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
+        was_there = (args.dest.expanduser() / MANIFEST).exists()
         manifest = import_model(args.source, args.dest, name=args.name, progress=_report)
     except PdError as error:
         text = json.dumps({"error": {"code": error.code, "message": str(error)}}) + "\n" if args.json else ""
         sys.stdout.write(text)
         sys.stderr.write(f"prefillctl: {error}\n")
         return EXIT_RUNTIME
-    sys.stdout.write(_result(manifest, args.dest, as_json=args.json))
+    sys.stdout.write(_result(manifest, args.dest, as_json=args.json, was_there=was_there))
     return EXIT_OK
 
 
@@ -187,12 +206,13 @@ def _report(line: str) -> None:
     sys.stderr.flush()
 
 
-def _result(manifest: Manifest, dest: Path, *, as_json: bool) -> str:
+def _result(manifest: Manifest, dest: Path, *, as_json: bool, was_there: bool) -> str:
     if as_json:
         facts = {"name": manifest.name, "path": str(dest.absolute()), "bytes": manifest.total_bytes}
         return json.dumps({**facts, **model_digests(manifest)}) + "\n"
     size = f"{manifest.total_bytes / 1e6:.0f} MB"
-    return f"imported {manifest.name} into {dest} ({size}, weights {manifest.weights_digest[:16]})\n"
+    done = f"{manifest.name} is in" if was_there else f"imported {manifest.name} into"
+    return f"{done} {dest} ({size}, weights {manifest.weights_digest[:16]})\n"
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Literal
 
 from common.errors import InvalidRequest, Overloaded
 from common.policy.views import Demand
+from common.units import exact_size, format_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,10 @@ class AdmissionController:
         limits = self.limits
         if demand.state_bytes > limits.max_state_bytes:
             raise InvalidRequest(
-                f"the request needs {demand.state_bytes} bytes of state, more than {limits.section}.max_state_bytes = "
-                f"{limits.max_state_bytes} allows; shorten the prompt, max_tokens or n",
+                f"the request needs {format_size(demand.state_bytes)} of state, more than {limits.section}."
+                f"max_state_bytes = {exact_size(limits.max_state_bytes)} allows; shorten the prompt, max_tokens or n",
                 "max_tokens",
+                "state_exceeds_memory",
             )
         if not self.queue and self._fits(demand):
             self._start(demand)

@@ -16,8 +16,8 @@ class RequestRefused(InvalidRequest):
     """A client error with OpenAI's machine-readable `code` and, where 400 is not it, its own HTTP status."""
 
     def __init__(self, message: str, param: str | None = None, api_code: str | None = None, status: int = 400) -> None:
-        super().__init__(message, param)
-        self.api_code, self.status = api_code, status
+        super().__init__(message, param, api_code)
+        self.status = status
 
 
 def http_status(error: PdError) -> int:
@@ -34,7 +34,7 @@ def error_body(error: PdError) -> dict[str, Any]:
         "message": str(error) or type(error).__name__,
         "type": _error_type(status),
         "param": getattr(error, "param", None),
-        "code": error.api_code if isinstance(error, RequestRefused) else _code(error),
+        "code": error.api_code if isinstance(error, InvalidRequest) else error.code,
     }
     if isinstance(error, Overloaded):
         detail.update(gate=error.gate, value=error.value, limit=error.limit, setting=error.setting)
@@ -57,10 +57,6 @@ def _retry_after_s(error: PdError, status: int) -> float | None:
     if isinstance(error, (Overloaded, Draining, PeerError)) and error.retry_after_s is not None:
         return error.retry_after_s
     return 1.0 if status in (429, 503) else None
-
-
-def _code(error: PdError) -> str | None:
-    return None if isinstance(error, InvalidRequest) else error.code
 
 
 def _error_type(status: int) -> str:

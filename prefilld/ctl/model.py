@@ -20,7 +20,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
                              formatter_class=raw)  # fmt: skip
     add.add_argument("source", metavar="SOURCE", help="a .gguf file, or a directory with config.json and safetensors")
     add.add_argument("dest", metavar="DEST", help="directory to make")
-    add.add_argument("--name", default="", help="model name shown to clients (default: the name of DEST)")
+    add.add_argument(
+        "--name",
+        default="",
+        help="model name shown to clients: letters, digits, '.', '_', '-', 63 at most (default: the name of DEST)",
+    )
     add.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the result as JSON")
 
 

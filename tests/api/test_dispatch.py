@@ -88,13 +88,18 @@ async def test_refusals_are_counted_once_each():
     with pytest.raises(InvalidRequest, match="in flight"):
         made.submit(request("a"), arrived_at=0.0)
     made.admission.limits = AdmissionLimits(1, 1, 1000, 1)
-    with pytest.raises(InvalidRequest, match="bytes of state"):
+    with pytest.raises(InvalidRequest, match=r"more than admission\.max_state_bytes = 1B allows") as large:
         made.submit(request("d"), arrived_at=0.0)
+    assert error_body(large.value)["error"].items() >= {"param": "max_tokens", "code": "state_exceeds_memory"}.items()
+    assert "needs 14 B of state" in str(large.value)
     made.is_draining = True
     with pytest.raises(Draining):
         made.submit(request("e"), arrived_at=0.0)
+    made.is_stopping = True
+    with pytest.raises(Draining, match="is stopping and takes no new requests; send them elsewhere"):
+        made.submit(request("f"), arrived_at=0.0)
     made.count_refused(InvalidRequest("a bad temperature"))
-    assert (count("shed"), count("invalid"), count("error")) == (2, 3, 0)
+    assert (count("shed"), count("invalid"), count("error")) == (3, 3, 0)
 
 
 class Slot:
@@ -223,8 +228,8 @@ async def test_a_spent_budget_names_gate_value_limit_and_setting():
     wanted = {"gate": "fallback", "value": 9, "limit": 1000.0, "setting": "fallback.local_prefill_tokens_per_s"}
     assert body.items() >= wanted.items() and body["code"] == "no_peer"
     assert http_status(refused.value) == 503
-    # 4,000 tokens are owed, at 1,000 a second.
-    assert error_headers(refused.value) == {"Retry-After": "5"}
+    # About 4,000 tokens are owed, at 1,000 a second.
+    assert error_headers(refused.value)["Retry-After"] in ("4", "5")
 
 
 async def test_it_does_not_wait_for_long_nor_for_a_peer_that_failed(monkeypatch):

@@ -461,7 +461,7 @@ def test_repeated_import_returns_at_once(tmp_path: Path, hf: Path) -> None:
 def test_destination_in_the_way_is_refused(tmp_path: Path, hf: Path) -> None:
     dest = tmp_path / "served"
     import_model(hf, dest, name="one")
-    with pytest.raises(ImportRefused, match="under the name 'one', not 'two'"):
+    with pytest.raises(ImportRefused, match=r"under the name 'one', not 'two'\. Remove it, or import into"):
         import_model(hf, dest, name="two")
     (dest / "model.safetensors").write_bytes(b"x")
     with pytest.raises(ImportRefused, match=r"not a complete import .*model\.safetensors"):
@@ -469,7 +469,10 @@ def test_destination_in_the_way_is_refused(tmp_path: Path, hf: Path) -> None:
     other = write_hf(tmp_path / "other", tiny_gemma())
     shutil.rmtree(dest)
     import_model(other, dest, name="one")
-    with pytest.raises(ImportRefused, match="from another source"):
+    was = r"from another source, other \(digest [0-9a-f]{16}\), not from"
+    with pytest.raises(
+        ImportRefused, match=rf"{was} {hf} \(digest [0-9a-f]{{16}}\)\. Remove it, or import into another"
+    ):
         import_model(hf, dest, name="one")
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ImportRefused, match="not a complete import"):
@@ -536,6 +539,19 @@ def test_command_line(tmp_path: Path, hf: Path) -> None:
     assert result["path"] == str(tmp_path / "served")
     assert result["weights_digest"] == verify_model_dir(tmp_path / "served").weights_digest
     assert "copying model.safetensors" in done.stderr.splitlines()
+
+
+def test_command_line_tells_a_repetition_from_an_import(tmp_path: Path, hf: Path) -> None:
+    assert run(hf, tmp_path / "served").stdout.startswith(f"imported served into {tmp_path / 'served'} (")
+    again = run(hf, tmp_path / "served")
+    assert again.stdout.startswith(f"served is in {tmp_path / 'served'} (")
+    assert again.stderr == f"{tmp_path / 'served'} is already the complete import of {hf}: nothing was done\n"
+
+
+@pytest.mark.parametrize("name", ["a b", "-x", "x/y", "a" * 64, "\u00e4", "x\n"])
+def test_names_that_nobody_could_write_are_refused(tmp_path: Path, hf: Path, name: str) -> None:
+    with pytest.raises(ImportRefused, match=r"the model's name .* has the wrong form: letters, digits"):
+        import_model(hf, tmp_path / "served", name=name)
 
 
 def test_command_line_error(tmp_path: Path) -> None:

@@ -105,6 +105,10 @@ def test_one_problem_with_its_path_value_limit_and_line(text: str, says: str) ->
         ("[engine]\ncompile = true", 'engine.compile: compiles what torch computes, but weights = "exact" on a CPU'),
         ("[model]\npath = '/nowhere'", "model.path: /nowhere is not a directory, or may not be entered; `make model`"),
         ("", 'model.path: is required when engine.backend is "local"'),
+        (
+            "[engine]\nsegment_bytes = 16",
+            'engine.segment_bytes: should be greater than or equal to "16KiB" (got "16B")',
+        ),
         ("engine = 3", "engine: must be a table of keys (got 3) (line 1)"),
         ("a = [", "not valid TOML"),
         ("[engine]\n[engine]", "engine: is given twice, first in line 1 (line 2)"),
@@ -113,6 +117,20 @@ def test_one_problem_with_its_path_value_limit_and_line(text: str, says: str) ->
 )
 def test_engine_and_file(text: str, says: str) -> None:
     assert any(says in p for p in problems(text, PrefillConfig)), problems(text, PrefillConfig)
+
+
+def test_what_is_no_number_is_said_to_be_none() -> None:
+    (found,) = problems('[engine]\nbackend = "fake"\n[fallback]\nlocal_prefill_tokens_per_s = nan\n')
+    assert found == "fallback.local_prefill_tokens_per_s: must be a number (got nan) (line 4)"
+
+
+def test_a_digit_of_the_limit_is_not_taken_for_what_was_got() -> None:
+    (found,) = problems('[engine]\nbackend = "fake"\n[fake]\nvocab_size = 0\n')
+    assert found == "fake.vocab_size: should be greater than or equal to 2 (got 0) (line 4)"
+    (found,) = problems('[engine]\nbackend = "fake"\n[http]\nport = 655350\n')
+    assert found == "http.port: should be less than or equal to 65535 (got 655350) (line 4)"
+    (found,) = problems('[engine]\nbackend = "fake"\n[fallback]\nattempts = 61\n')
+    assert found == "fallback.attempts: should be less than or equal to 16 (got 61) (line 4)"
 
 
 def test_a_core_named_twice() -> None:

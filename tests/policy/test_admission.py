@@ -61,7 +61,7 @@ def test_limits_that_shrank_do_not_block_the_queue_for_ever():
 
 
 def test_what_can_never_fit_is_invalid():
-    with pytest.raises(InvalidRequest, match="1001 bytes"):
+    with pytest.raises(InvalidRequest, match=r"1001 B of state, more than admission\.max_state_bytes = 1000B"):
         offer(controller(), "a", state=1001)
 
 
