@@ -5,7 +5,6 @@ TTFT: from sending to the first token, by the clock of the client. ITL: gap betw
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import aiohttp
 
+from benchmarks.cli import make_parser
 from benchmarks.cluster import Cluster, prfaas_home, running_cluster
 from benchmarks.text import real_text
 
@@ -75,12 +75,16 @@ async def cell(cluster: Cluster, route: str, concurrency: int, num_chars: int, m
 
 def main(argv: list[str] | None = None) -> int:
     """Print one line for each route, prompt length and concurrency."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=prfaas_home() / "models" / "smollm2-135m-instruct")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--chars", type=int, nargs="+", default=[800, 6000], help="prompt lengths in characters")
-    parser.add_argument("--max-tokens", type=int, default=32)
+    parser = make_parser("make bench ARGS='...'", __doc__)
+    parser.add_argument(
+        "--model", type=Path, default=prfaas_home() / "models" / "smollm2-135m-instruct", help="model directory"
+    )
+    parser.add_argument("--rounds", type=int, default=2, help="repetitions of every cell")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4], help="requests at a time, a cell each")
+    parser.add_argument(
+        "--chars", type=int, nargs="+", default=[800, 6000], help="prompt lengths in characters, a cell each"
+    )
+    parser.add_argument("--max-tokens", type=int, default=32, help="output tokens of each request")
     args = parser.parse_args(argv)
     cells: dict[tuple[int, int, str], Sample] = {}
     with running_cluster(args.model) as cluster:

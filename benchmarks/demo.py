@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cli import make_parser
 from benchmarks.cluster import Cluster, prfaas_home, running_cluster
 from common.request import Timing
 
@@ -26,9 +26,11 @@ def long_text(num_words: int = 1500) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the demo; 0 when the short prompt stayed local and the long one went to the peer."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=prfaas_home() / "models" / "smollm2-135m-instruct")
-    parser.add_argument("--max-tokens", type=int, default=48)
+    parser = make_parser("make demo ARGS='...'", __doc__)
+    parser.add_argument(
+        "--model", type=Path, default=prfaas_home() / "models" / "smollm2-135m-instruct", help="model directory"
+    )
+    parser.add_argument("--max-tokens", type=int, default=48, help="output tokens of each prompt")
     args = parser.parse_args(argv)
     _say(f"starting prefilld and decoded with {args.model.name}")
     started = time.monotonic()

@@ -9,7 +9,6 @@ first layer group was on the socket before the last layer group of the chunk was
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import secrets
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cli import NAMED, make_parser
 from benchmarks.cluster import Cluster, make_cluster, prfaas_home
 from benchmarks.text import real_text
 from benchmarks.wan.wan import ADDRESS, Wan
@@ -168,12 +168,12 @@ def _rows(event: dict[str, Any]) -> tuple[int, int, tuple[int, ...]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the figures of every case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["smollm2-135m-instruct", "gemma3-270m"])
-    parser.add_argument("--tokens", type=int, default=3000)
-    parser.add_argument("--rate", type=float, default=50.0, help="Mbit/s")
-    parser.add_argument("--rtt", type=float, default=20.0, help="ms")
-    parser.add_argument("--kv-dtypes", nargs="+", default=["float32"])
+    parser = make_parser("python -m benchmarks.overlap", __doc__)
+    parser.add_argument("--models", nargs="+", default=["smollm2-135m-instruct", "gemma3-270m"], help=NAMED)
+    parser.add_argument("--tokens", type=int, default=3000, help="prompt length in tokens")
+    parser.add_argument("--rate", type=float, default=50.0, help="rate of the emulated link in Mbit/s")
+    parser.add_argument("--rtt", type=float, default=20.0, help="its round trip in ms")
+    parser.add_argument("--kv-dtypes", nargs="+", default=["float32"], help="engine.kv_dtype at both ends, a case each")
     args = parser.parse_args(argv)
     for model in args.models:
         for kv_dtype in args.kv_dtypes:

@@ -8,7 +8,6 @@ reached at that token budget, which is what the cost model should reckon with.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -19,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cli import NAMED, make_parser
 from benchmarks.cluster import prfaas_home
 from benchmarks.engine.cells import Figures, run_mixed
 from benchmarks.engine.client import Client
@@ -105,17 +105,24 @@ async def _rounds(url: str, prompts: Prompts, sizes: Sizes, num_rounds: int) -> 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the figures of each model; with --out also write them all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--streams", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=4000, help="of the long prompt")
-    parser.add_argument("--quiet-tokens", type=int, default=64, help="of each stream before it arrives")
-    parser.add_argument("--cpus", type=int, nargs="+", help="core numbers for decoded (all that are allowed)")
+    parser = make_parser("make bench-lag ARGS='...'", __doc__)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help=NAMED)
     parser.add_argument(
-        "--set", type=override, action="append", default=[], metavar="SECTION.KEY=VALUE", help="decoded's configuration"
+        "--rounds", type=int, default=3, help="starts of decoded for each model; figures are medians over them"
     )
-    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--streams", type=int, default=4, help="streams that run when the long prompt arrives")
+    parser.add_argument("--tokens", type=int, default=4000, help="length of the long prompt in tokens")
+    parser.add_argument("--quiet-tokens", type=int, default=64, help="output tokens of each stream before it arrives")
+    parser.add_argument("--cpus", type=int, nargs="+", help="core numbers for decoded (default: all that are allowed)")
+    parser.add_argument(
+        "--set",
+        type=override,
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="a key of decoded's configuration; may be given again",
+    )
+    parser.add_argument("--out", type=Path, help="file to write all figures to, as JSON")
     args = parser.parse_args(argv)
     sizes = Sizes(num_streams=args.streams, long_prompt=args.tokens, quiet_output=args.quiet_tokens)
     cpus = tuple(args.cpus or sorted(os.sched_getaffinity(0)))

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cli import NAMED, make_parser
 from benchmarks.cluster import prfaas_home
 from benchmarks.engine.engines import DEFAULT_ENGINES, ENGINES
 from benchmarks.engine.workload import DEFAULT_CELLS, Cell, Sizes
@@ -17,31 +18,32 @@ MODELS = ("smollm2-135m-instruct", "gemma3-270m")
 QUICK = Sizes(decode_prompt=16, decode_output=8, num_streams=2, quiet_output=6, long_prompt=400)
 QUICK_CELLS = ("decode-1", "decode-2", "prefill-128", "mixed")
 
+DESCRIPTION = """The engine of decoded (local prefill and decode, no network) against transformers, vLLM and llama.cpp.
+
+Every engine serves the same weights on the same cores to the same client; rounds alternate. Prints a table for each
+model (tokens/s, seconds and milliseconds as its lines say) and how many times as fast ours was.
+"""
+
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Validated options. `set` is {section: {key: value}}."""
-    parser = argparse.ArgumentParser(
-        prog="make bench-engine ARGS='...'", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = make_parser("make bench-engine ARGS='...'", DESCRIPTION)
     add = parser.add_argument
-    add("--engines", nargs="+", choices=sorted(ENGINES), default=list(DEFAULT_ENGINES), help="in the order of round 0")
-    add("--models", nargs="+", default=list(MODELS), help="names under PRFAAS_HOME/models")
-    add("--cells", nargs="+", help=f"decode-STREAMS, prefill-TOKENS, mixed ({' '.join(DEFAULT_CELLS)})")
-    add("--rounds", type=int, default=3)
-    add("--cpus", type=int, nargs="+", help="core numbers for the engines (all that are allowed)")
+    engines = f"in the order of round 0; there are {', '.join(sorted(ENGINES))}"
+    add("--engines", nargs="+", metavar="NAME", choices=sorted(ENGINES), default=list(DEFAULT_ENGINES), help=engines)
+    add("--models", nargs="+", metavar="NAME", default=list(MODELS), help=NAMED)
+    cells = f"decode-STREAMS, prefill-TOKENS or mixed (default: {' '.join(DEFAULT_CELLS)})"
+    add("--cells", nargs="+", metavar="CELL", help=cells)
+    add("--rounds", type=int, default=3, help="starts of every engine; figures are medians over them")
+    add("--cpus", type=int, nargs="+", metavar="CORE", help="core numbers for the engines (default: all allowed)")
     add("--out", type=Path, default=prfaas_home() / "bench" / "engine.json", help="JSON; the markdown lies beside it")
-    add(
-        "--set",
-        type=override,
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="decoded's configuration",
-    )
+    keys = "a key of decoded's configuration; may be given again"
+    add("--set", type=override, action="append", default=[], metavar="SECTION.KEY=VALUE", help=keys)
     add("--quick", action="store_true", help="a tiny workload that only shows that everything works")
     add("--render", type=Path, metavar="JSON", help="print the markdown of an earlier run and end")
-    for name, default in ((f.name, f.default) for f in fields(Sizes)):
-        add(f"--{name.replace('_', '-')}", type=int, help=f"tokens or streams ({default})")
+    for field in fields(Sizes):
+        what = f"{field.metadata['help']} (default: {field.default}; {getattr(QUICK, field.name)} with --quick)"
+        add(f"--{field.name.replace('_', '-')}", type=int, metavar="NUM", help=what)
     args = parser.parse_args(argv)
     args.cells = args.cells or list(QUICK_CELLS if args.quick else DEFAULT_CELLS)
     for cell in args.cells:

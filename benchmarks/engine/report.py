@@ -15,6 +15,12 @@ from typing import Any
 from benchmarks.engine.stats import Spread, speed_ratios
 
 Record = dict[str, Any]
+OVERVIEW = """## At a glance
+
+`1.25x` says that ours is 1.25 times as fast: above 1 ours is ahead, below 1 behind. It is ours over theirs for rates
+and theirs over ours for times, paired by round, median (range). "Best other" is the fastest of the engines that compute
+in float32 as ours does, neither weights nor products rounded. transformers' static batch takes a long prompt in at its
+end only, hence its short gaps meanwhile."""
 METHOD = Path(__file__).with_name("method.md")
 
 
@@ -29,22 +35,23 @@ class Row:
     digits: int = 1
     higher_is_better: bool = True
     has_ratio: bool = True
+    is_headline: bool = False
 
 
 ROWS = (
     Row("start", "start_s", "start, s", higher_is_better=False),
-    Row("decode", "tokens_per_s", "decode, {size} streams, tokens/s"),
+    Row("decode", "tokens_per_s", "decode, {size} streams, tokens/s", is_headline=True),
     Row("decode", "itl_p99_s", "- ITL p99, ms", 1e3, 0, higher_is_better=False),
     Row("decode", "bound_fraction", "- fraction of the memory bound", 1, 2, has_ratio=False),
-    Row("prefill", "tokens_per_s", "prefill, {size} tokens, tokens/s", 1, 0),
+    Row("prefill", "tokens_per_s", "prefill, {size} tokens, tokens/s", 1, 0, is_headline=True),
     Row("prefill", "ttft_s", "- TTFT, s", 1, 2, higher_is_better=False),
-    Row("mixed", "ttft_s", "mixed: TTFT of the long prompt, s", 1, 2, higher_is_better=False),
+    Row("mixed", "ttft_s", "mixed: TTFT of the long prompt, s", 1, 2, higher_is_better=False, is_headline=True),
     Row("mixed", "prefill_tokens_per_s", "- its prefill rate, tokens/s", 1, 0),
     Row("mixed", "meanwhile_tokens_per_s", "- the streams' tokens/s meanwhile"),
     Row("mixed", "quiet_itl_p50_s", "- ITL p50 before, ms", 1e3, 0, higher_is_better=False),
     Row("mixed", "quiet_itl_p99_s", "- ITL p99 before, ms", 1e3, 0, higher_is_better=False),
     Row("mixed", "itl_p50_s", "- ITL p50 meanwhile, ms", 1e3, 0, higher_is_better=False),
-    Row("mixed", "itl_p99_s", "- ITL p99 meanwhile, ms", 1e3, 0, higher_is_better=False),
+    Row("mixed", "itl_p99_s", "- ITL p99 meanwhile, ms", 1e3, 0, higher_is_better=False, is_headline=True),
     Row("mixed", "itl_worst_ratio", "- ITL p99 meanwhile / p50 before", 1, 1, has_ratio=False),
 )
 
@@ -92,6 +99,41 @@ def table(records: Sequence[Record], model: str) -> str:
     return "\n".join(lines)
 
 
+def overview(document: dict[str, Any]) -> str:
+    """Ours against the best other of each cell: of the engines that round neither weights nor products, as ours."""
+    exact = [name for name, text in document["engines"].items() if text.endswith("(float32)")]
+    others = [name for name in exact if not name.startswith("ours")]
+    lines = [OVERVIEW, "", "| model | cell | ours | best other | ours is |", "|---|---|---|---|---|"]
+    for model in document["models"]:
+        mine = [r for r in document["records"] if r["model"] == model]
+        for cell in dict.fromkeys(r["cell"] for r in mine):
+            kind, _, size = cell.partition("-")
+            for row in (r for r in ROWS if r.kind == kind and r.is_headline):
+                title = row.title.removeprefix("- ").format(size=size)
+                if found := _against_best(mine, model, cell, row, others):
+                    lines.append(f"| {model} | {title} | " + " | ".join(found) + " |")
+    return "\n".join(lines)
+
+
+def _against_best(
+    records: Sequence[Record], model: str, cell: str, row: Row, others: Sequence[str]
+) -> tuple[str, str, str] | None:
+    """Ours, the best of the others by its median, and how many times as fast ours is; None if either has no figure."""
+    of = {n: series(records, model=model, engine=n, cell=cell, figure=row.figure) for n in ("ours", *others)}
+    medians = {name: spread.median for name, values in of.items() if (spread := Spread.of(list(values.values())))}
+    ours = medians.pop("ours", None)
+    if ours is None or not medians:
+        return None
+    best = max(medians, key=lambda name: medians[name] if row.higher_is_better else -medians[name])
+    ratio = speed_ratios(of["ours"], of[best], higher_is_better=row.higher_is_better)
+    shown = "" if ratio is None else f"{ratio.median:.2f}x ({ratio.low:.2f}-{ratio.high:.2f})"
+    return (
+        f"{ours * row.scale:.{row.digits}f}",
+        f"{medians[best] * row.scale:.{row.digits}f} ({best})",
+        shown,
+    )
+
+
 def _entry(records: Sequence[Record], model: str, engine: str, cell: str, row: Row) -> str | None:
     values = series(records, model=model, engine=engine, cell=cell, figure=row.figure)
     spread = Spread.of([v * row.scale for v in values.values()])
@@ -114,7 +156,7 @@ def _entry(records: Sequence[Record], model: str, engine: str, cell: str, row: R
 def markdown(document: dict[str, Any]) -> str:
     """The whole section: method, machine, one table for each model, what was left out."""
     facts, records = document["machine"], document["records"]
-    parts = [Template(METHOD.read_text()).substitute(_fields(document))]
+    parts = [overview(document), Template(METHOD.read_text()).substitute(_fields(document))]
     parts.append("### Machine\n\n" + "\n".join(f"- {key}: {_plain(value)}" for key, value in facts.items()))
     parts.append("### Engines\n\n" + "\n".join(f"- {name}: {text}" for name, text in document["engines"].items()))
     for model, about in document["models"].items():

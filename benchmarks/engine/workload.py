@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -44,11 +44,11 @@ class Cell:
 class Sizes:
     """How much a cell asks for, in tokens; `num_streams` run while the long prompt arrives."""
 
-    decode_prompt: int = 32
-    decode_output: int = 64
-    num_streams: int = 4
-    quiet_output: int = 24
-    long_prompt: int = 4000
+    decode_prompt: int = field(default=32, metadata={"help": "prompt tokens of each stream in the decode cells"})
+    decode_output: int = field(default=64, metadata={"help": "output tokens of each stream in the decode cells"})
+    num_streams: int = field(default=4, metadata={"help": "streams of the mixed cell"})
+    quiet_output: int = field(default=24, metadata={"help": "output tokens of each before the long prompt is sent"})
+    long_prompt: int = field(default=4000, metadata={"help": "tokens of the mixed cell's long prompt"})
 
     @property
     def max_context(self) -> int:

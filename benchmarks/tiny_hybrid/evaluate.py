@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cli import make_parser
 from benchmarks.cluster import prfaas_home
 from benchmarks.tiny_hybrid import task
 
@@ -129,17 +130,27 @@ class HttpAnswerer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the exit status is 1 when recall is below --at-least."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("python -m benchmarks.tiny_hybrid.evaluate", __doc__)
     parser.add_argument("--url", help="base URL of decoded; without it the model runs in this process")
-    parser.add_argument("--route", choices=("local", "remote"), default="")
-    parser.add_argument("--api-key", default="")
-    parser.add_argument("--model", type=Path, default=prfaas_home() / "models" / "tiny-hybrid")
+    parser.add_argument(
+        "--route",
+        choices=("local", "remote"),
+        default="",
+        help="with --url: the route to ask for (default: decoded's own choice)",
+    )
+    parser.add_argument("--api-key", default="", help="with --url: the key to send")
+    parser.add_argument("--model", type=Path, default=prfaas_home() / "models" / "tiny-hybrid", help="model directory")
     parser.add_argument("--ablate", action="store_true", help="also measure with spoilt state (in this process only)")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="words of the prompts")
     parser.add_argument("--count", type=int, default=8, help="prompts of each length, 16 values each")
-    parser.add_argument("--seed", type=int, default=EVALUATION_SEED)
-    parser.add_argument("--at-least", type=float, default=0.0)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--seed", type=int, default=EVALUATION_SEED, help="of the prompts")
+    parser.add_argument(
+        "--at-least",
+        type=float,
+        default=0.0,
+        help="exit with 1 when the recall of any length is below this share, 0 to 1",
+    )
+    parser.add_argument("--json", action="store_true", help="print all results as JSON at the end")
     args = parser.parse_args(argv)
     results = _measure_http(args) if args.url else _measure_here(args)
     if args.json:

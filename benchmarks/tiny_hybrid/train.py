@@ -8,7 +8,6 @@ One thread: the same seed gives the same weights bit for bit with the same torch
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import sys
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.kimi_linear import KimiLinearForCausalLM
 
+from benchmarks.cli import make_parser
 from benchmarks.cluster import prfaas_home
 from benchmarks.tiny_hybrid import task
 from benchmarks.tiny_hybrid.kda import fast_kda
@@ -212,9 +212,9 @@ def save_model(model: KimiLinearForCausalLM, folder: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tiny_hybrid.train", description=__doc__.split("\n")[0])
-    parser.add_argument("--dest", type=Path, default=prfaas_home() / "models" / NAME)
-    parser.add_argument("--seed", type=int, default=SEED)
+    parser = make_parser("make tiny-hybrid ARGS='...'", __doc__)
+    parser.add_argument("--dest", type=Path, default=prfaas_home() / "models" / NAME, help="model directory to make")
+    parser.add_argument("--seed", type=int, default=SEED, help="of weights and data")
     args = parser.parse_args(argv)
     if (args.dest / MANIFEST).exists():
         _say(f"{args.dest} is there already")

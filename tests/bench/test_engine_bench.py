@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,28 @@ def test_options() -> None:
         parse(["--render", "x.json", "--cells", "decode"])
 
 
+BENCHMARKS = [
+    "benchmarks.bench", "benchmarks.demo", "benchmarks.overlap", "benchmarks.engine.options", "benchmarks.engine.lag",
+    "benchmarks.tiny_hybrid.train", "benchmarks.tiny_hybrid.evaluate",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("module", BENCHMARKS)
+def test_help_explains_every_option_and_shows_its_default(module: str, monkeypatch: Any, capsys: Any) -> None:
+    parsers: list[argparse.ArgumentParser] = []
+    made = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda p, argv: parsers.append(p) or made(p, argv))
+    loaded = importlib.import_module(module)
+    with pytest.raises(SystemExit):
+        (loaded.parse if module.endswith("options") else loaded.main)(["--help"])
+    (parser,), text = parsers, " ".join(capsys.readouterr().out.split())
+    assert len(parser.description or "") > 60
+    for action in parser._actions[1:]:
+        assert action.help, action
+        if isinstance(action.default, int | float) and action.default not in (0, False):
+            assert f"(default: {action.default})" in text, action
+
+
 def test_requirements_leave_out_what_does_not_exist() -> None:
     metadata = "\n".join(
         [
@@ -159,6 +183,32 @@ def test_the_bound_is_bandwidth_over_the_weights_bytes() -> None:
         line: dict[str, Any] = {"cell": "decode-1", "figures": {"tokens_per_s": 10.0}}
         add_bound(line, ENGINES[engine], about, read_bps=8e9)
         assert line["figures"]["bound_fraction"] == pytest.approx(fraction)
+
+
+def test_the_overview_holds_ours_against_the_best_of_its_kind() -> None:
+    """Rates and times each in their direction; an engine that rounds is no rival."""
+    figures: dict[str, list[dict[str, float]]] = {
+        "ours": [{"ttft_s": 2.0, "itl_p99_s": 0.05}, {"ttft_s": 4.0, "itl_p99_s": 0.05}],
+        "ours-int8": [{"ttft_s": 0.1}],
+        "slow": [{"ttft_s": 9.0, "itl_p99_s": 0.4}, {"ttft_s": 9.0, "itl_p99_s": 0.4}],
+        "fast": [{"ttft_s": 1.0, "itl_p99_s": 0.5}, {"ttft_s": 3.0, "itl_p99_s": 0.5}],
+        "q8": [{"ttft_s": 0.5}],
+    }
+    records: list[report.Record] = [
+        {"model": "m", "engine": engine, "round": n, "cell": "mixed", "figures": each}
+        for engine, rounds in figures.items()
+        for n, each in enumerate(rounds)
+    ]
+    for engine, rate in (("ours", 10.0), ("slow", 5.0), ("fast", 8.0), ("q8", 99.0)):
+        figure = {"tokens_per_s": rate}
+        records.append({"model": "m", "engine": engine, "round": 0, "cell": "decode-4", "figures": figure})
+    kinds = dict.fromkeys(("ours", "slow", "fast"), "float32") | {"ours-int8": "int8", "q8": "q8_0"}
+    engines = {name: f"an engine ({kind})" for name, kind in kinds.items()}
+    text = report.overview({"engines": engines, "models": {"m": {}}, "records": records})
+    assert "| m | mixed: TTFT of the long prompt, s | 3.00 | 2.00 (fast) | 0.62x (0.50-0.75) |" in text
+    assert "| m | ITL p99 meanwhile, ms | 50 | 400 (slow) | 8.00x (8.00-8.00) |" in text
+    assert "| m | decode, 4 streams, tokens/s | 10.0 | 8.0 (fast) | 1.25x (1.25-1.25) |" in text
+    assert text.index("ours is 1.25 times as fast") < text.index("| model |")
 
 
 def test_the_report_shows_medians_and_ratios() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,20 @@ Nothing in the engine knows these names. What state a layer has is read from the
 short forward, and a second forward through our own state memory must give the same logits; a model of any other
 family (other dense decoders, for one) is served if it passes, and refused with the reason if not. Refused at import:
 pickled weights, a directory without tokenizer, model types that transformers does not have, code that comes with a
-model, weights that do not fit the configuration or are not finite.
+model, weights that do not fit the configuration (missing, left over, of another shape, integers) or are not finite, a
+tokenizer or chat template that does not load.
+
+**Quantised checkpoints** (GPTQ, AWQ, bitsandbytes, fp8: whatever has `quantization_config`) are refused. Import the
+unquantised weights or a GGUF file: `engine.weights` keeps matrices in 4 or 8 bits wherever that loses nothing.
+
+**GGUF files** are converted once, to float32, block types dequantised as the format defines them. A file with
+tensors that the conversion would drop (further layers, biases, `rope_freqs` of scaled rotary positions) is refused:
+import the Hugging Face directory instead. Tests convert llama and gemma3 bit for bit; architectures that the installed
+transformers converts, and block types that the package gguf reads:
+
+{architectures}
+
+{blocks}
 
 - *kinds*: `full` keeps K and V of every token, `window(w)` of the last w - 1, `latent` compressed rows of every token
   (multi-head latent attention), `recurrent` a state of fixed size (convolution inputs and a matrix per head).
@@ -35,6 +49,18 @@ model, weights that do not fit the configuration or are not finite.
 |---|---|---|---|---|---|---|
 """
 PROMPT = 32768
+
+
+def head() -> str:
+    """With what the installed libraries convert."""
+    from gguf.quants import _type_traits
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    names = [n for n in sorted(GGUF_SUPPORTED_ARCHITECTURES) if n in CAUSAL or f"{n}_text" in CAUSAL]
+    blocks = ["F32", "F16", *sorted(t.name for t in _type_traits)]
+    lists = {"architectures": ", ".join(names), "blocks": ", ".join(blocks)}
+    return HEAD.format(**{name: textwrap.fill(text, 120) for name, text in lists.items()})
 
 
 def sizes(rows: list[StateRow]) -> tuple[int, int]:
@@ -71,7 +97,7 @@ def line(family: Family, tools: Any) -> str:
 
 
 def test_models_doc_is_what_the_engine_does(tools):
-    text = HEAD + "".join(line(family, tools) + "\n" for family in FAMILIES.values())
+    text = head() + "".join(line(family, tools) + "\n" for family in FAMILIES.values())
     if not DOC.exists() or DOC.read_text() != text:
         DOC.write_text(text)
         raise AssertionError(f"{DOC} was out of date and has been written anew: read the difference and commit it.")
