@@ -26,8 +26,8 @@ pickled weights, a directory without tokenizer, model types that transformers do
 model, weights that do not fit the configuration (missing, left over, of another shape, integers) or are not finite, a
 tokenizer or chat template that does not load.
 
-**Quantised checkpoints** (GPTQ, AWQ, bitsandbytes, fp8, MXFP4: whatever has `quantization_config`) are refused. Import the
-unquantised weights or a GGUF file: `engine.weights` keeps matrices in 4 or 8 bits wherever that loses nothing.
+**Quantised checkpoints** (GPTQ, AWQ, bitsandbytes, fp8, MXFP4: whatever has `quantization_config`) are refused. Import
+the unquantised weights or a GGUF file: `engine.weights` keeps matrices in 4 or 8 bits wherever that loses nothing.
 
 **GGUF files** are converted once, to float32, block types dequantised as the format defines them. A file with
 tensors that the conversion would drop (further layers, biases, `rope_freqs` of scaled rotary positions) is refused:
