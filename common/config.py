@@ -27,6 +27,7 @@ from common.config_machine import (
 )
 from common.config_render import changes, plain, render, restart_problems
 from common.config_secrets import check_bind, read_key, read_lines, unreadable
+from common.config_security import SecurityConfig
 from common.config_types import Duration, FilePath, IntList, Problem, RootSection, Section, Size, When, key
 from common.hosts import is_loopback
 from common.units import GIB, KIB, MIB, exact_size
@@ -169,18 +170,6 @@ class FakeConfig(Section):
     max_context: int = key(32768, "Prompt plus output tokens of one sequence.", ge=2)
 
 
-class SecurityConfig(Section):
-    """How daemons prove to each other who they are. A key authenticates both ends; it does not hide what is sent."""
-
-    mode: Literal["key"] = key("key", "Mutual challenge and response over one shared key.")
-    key_file: FilePath = key(
-        None,
-        "File with the shared secret, the same on both sides: 32 bytes or more (`head -c 32 /dev/urandom | base64`),"
-        ' not readable by others. "" is no authentication, allowed only between loopback addresses. Read at start:'
-        " another secret in the file needs a restart, which reload says.",
-    )
-
-
 class LinksConfig(Section):
     """TCP connections to or from peers."""
 
@@ -291,13 +280,13 @@ class SharedConfig(RootSection):
     def check(self) -> Iterator[Problem]:
         yield from _check_engine(self)
         yield from _check_transfer(self)
+        yield from self.security.check()
 
     def check_environment(self, when: When) -> Iterator[Problem]:
         # Not on reload: what only a restart can change is no reason there, and the affinity is the daemon's own then.
         if when != "reload":
             yield from _check_machine(self, when)
-        if self.security.key_file is not None:
-            yield from unreadable("security.key_file", read_key, self.security.key_file)
+        yield from self.security.check_files("prefill" if self.daemon == "prefilld" else "decode")
 
     def warnings(self) -> list[str]:
         """What is allowed and hardly meant, a sentence each."""

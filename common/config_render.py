@@ -90,7 +90,7 @@ def toml_value(value: Any, unit: Unit | None = None) -> str:
     if isinstance(value, str | Path):
         return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Section):
-        fields = type(value).model_fields.items()
+        fields = ((n, f) for n, f in type(value).model_fields.items() if getattr(value, n) != f.default)
         return "{" + ", ".join(f"{n} = {toml_value(getattr(value, n), unit_of(f))}" for n, f in fields) + "}"
     if isinstance(value, tuple | list):
         return "[" + ", ".join(toml_value(v) for v in value) + "]"

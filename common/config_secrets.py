@@ -1,4 +1,4 @@
-"""Secrets in files and the addresses that need them: the shared key, API keys, what counts as loopback.
+"""Secrets in files and the addresses that need them: the shared key, API keys, private keys.
 
 Knows no section; called by the configuration's checks and by the daemons when they need the secret itself.
 """
@@ -23,10 +23,10 @@ MIN_KEY_SYMBOLS = 8
 MAX_FILE_BYTES = 1 * MIB
 
 
-def check_bind(path: str, host: str, secret: Path | None, secret_key: str) -> Iterator[Problem]:
+def check_bind(path: str, host: str, is_guarded: bool, secret_key: str, or_else: str = "") -> Iterator[Problem]:
     """The rule of both daemons: an address that others can reach needs a secret."""
-    if not is_loopback(host) and secret is None:
-        message = f"{host!r} can be reached from other machines: set {secret_key}, or use 127.0.0.1"
+    if not is_loopback(host) and not is_guarded:
+        message = f"{host!r} can be reached from other machines: set {secret_key}{or_else}, or use 127.0.0.1"
         yield Problem((path, secret_key), message)
 
 
@@ -44,7 +44,7 @@ def read_key(path: Path) -> bytes:
     Raises:
         ConfigError: missing, open to others, or less than 32 bytes of secret.
     """
-    secret = _read_secret(path).rstrip(b"\r\n")
+    secret = read_secret(path).rstrip(b"\r\n")
     if len(secret) < MIN_KEY_BYTES:
         raise ConfigError(f"{path} holds {len(secret)} bytes of secret, at least {MIN_KEY_BYTES} are needed")
     if len(set(secret)) < MIN_KEY_SYMBOLS:
@@ -59,7 +59,7 @@ def read_lines(path: Path) -> tuple[str, ...]:
         ConfigError: missing, open to others, not text, or empty.
     """
     try:
-        text = _read_secret(path).decode()
+        text = read_secret(path).decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text") from error
     lines = tuple(s for line in text.splitlines() if (s := line.strip()) and not s.startswith("#"))
@@ -68,17 +68,23 @@ def read_lines(path: Path) -> tuple[str, ...]:
     return lines
 
 
-def _read_secret(path: Path) -> bytes:
+def read_secret(path: Path) -> bytes:
     """A file that others may not read. Raises ConfigError."""
+    return read_file(path, is_secret=True)
+
+
+def read_file(path: Path, *, is_secret: bool = False) -> bytes:
+    """A small regular file. Raises ConfigError."""
     try:
         facts = path.stat()
         if not stat.S_ISREG(facts.st_mode):
             raise ConfigError(f"{path} is not a regular file")
-        if facts.st_mode & stat.S_IRWXO:
+        if is_secret and facts.st_mode & stat.S_IRWXO:
             mode = stat.S_IMODE(facts.st_mode)
             raise ConfigError(f"{path} has mode {mode:04o}, which lets every user in: chmod o= {path}")
         if facts.st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} is larger than {exact_size(MAX_FILE_BYTES)}: not a key file")
+            kind = "a key file" if is_secret else "a file of certificates"
+            raise ConfigError(f"{path} is larger than {exact_size(MAX_FILE_BYTES)}: not {kind}")
         return path.read_bytes()
     except PermissionError as error:
         raise ConfigError(f"{path} may not be read by {_user(os.geteuid())}: {_who_may(path)}") from error

@@ -17,6 +17,9 @@ PEER_COLUMNS = {
     "address": "address",
     "num_links": "links",
     "num_streams": "streams",
+    "security": "security",
+    "certificate": "certificate",
+    "certificate_expires_s": "expires_s",
     "rtt_s": "rtt_s",
     "bytes_in": "in_bytes",
     "bytes_out": "out_bytes",
@@ -44,8 +47,10 @@ def peers_text(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return "(none)"
     names = {key: name for key, name in PEER_COLUMNS.items() if any(key in row for row in rows)}
-    if not any(row.get("delivery_bps") for row in rows):
-        names.pop("delivery_bps", None)  # known to the side that sends, once enough was sent
+    for key in ("delivery_bps", "certificate", "certificate_expires_s"):
+        # The rate is known to the side that sends, once enough was sent; certificates are there with TLS.
+        if not any(row.get(key) for row in rows):
+            names.pop(key, None)
     lines = table([{name: row.get(key) for key, name in names.items()} for row in rows]).splitlines()
     reasons = [_reason(row) for row in rows]
     if not any(reasons):

@@ -175,9 +175,32 @@ class ChecksumMismatch(RemoteProtocolError):
 
 
 class AuthFailed(RemoteProtocolError):
-    """The peer could not prove that it holds the shared key, or proved it for another role, link or session."""
+    """The peer did not prove who it is for this role, link and session, or its security mode is another one."""
 
     wire_code = "auth"
+
+
+class SealBroken(RemoteProtocolError):
+    """A sealed record does not open: altered, repeated, left out or moved on the way, or not the peer's."""
+
+    wire_code = "seal"
+
+
+class TlsFailed(RemoteProtocolError):
+    """TLS with this peer did not come about, or broke; never said on the wire. `kind` is one of TLS_KINDS."""
+
+    wire_code = "tls"
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+TLS_KINDS = (
+    *("unknown_ca", "expired", "not_yet_valid", "wrong_name", "no_certificate", "bad_certificate"),
+    *("plain", "refused", "failed"),
+)
+"""`refused`: the peer refused us; `plain`: it does not speak TLS."""
 
 
 class PeerError(PdError):

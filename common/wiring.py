@@ -9,15 +9,22 @@ from __future__ import annotations
 import secrets
 import socket
 
+from common.certificates import check_cas, check_key, read_certificate, validity_problem
 from common.config import SharedConfig, read_key
-from common.errors import StartupError
+from common.errors import ConfigError, StartupError
 from common.fake import FakeExecutor, FakeOptions
 from common.layout import ModelInfo
 from common.local_backend import LocalBackend
-from common.net.options import LinkOptions, LocalEnd, Role
+from common.net.options import LinkOptions, LocalEnd, Role, Security
+from common.net.tls import CertificateFacts, TlsEnd
 from common.sched.executor import Executor
 from common.trace import TraceWriter
 from common.worker import WorkerOptions
+
+RELOADABLE_SECURITY = tuple(
+    f"security.{name}"
+    for name in ("key_file", "previous_key_file", "cert_file", "cert_key_file", "ca_file", "allowed_names")
+)
 
 
 def make_backend(
@@ -75,26 +82,74 @@ def _make_executor(config: SharedConfig) -> Executor:
     return load(config.model.path, options)
 
 
-def local_end(config: SharedConfig, role: Role, info: ModelInfo, *, require_same_numerics: bool = False) -> LocalEnd:
-    """Our side of every session; the instance id is new at every start. Raises ConfigError for an unreadable key."""
-    key_file = config.security.key_file
+def local_end(
+    config: SharedConfig, role: Role, info: ModelInfo, security: Security, *, require_same_numerics: bool = False
+) -> LocalEnd:
+    """Our side of every session; the instance id is new at every start."""
     return LocalEnd(
         role=role,
         name=config.node.name,
         instance_id=secrets.token_hex(8),
         info=info,
-        key=read_key(key_file) if key_file is not None else None,
+        security=security,
         require_same_numerics=require_same_numerics,
         numerics=dict(info.numerics),
     )
 
 
-def key_problems(old: SharedConfig, new: SharedConfig, end: LocalEnd) -> list[str]:
-    """A shared key that changed in its file since `end` was made: sessions keep theirs. Raises as local_end."""
-    file = new.security.key_file
-    if file is None or file != old.security.key_file or read_key(file) == end.key:
-        return []
-    return ["security.key_file: there is another secret in the file, which needs a restart"]
+def make_security(config: SharedConfig, role: Role) -> Security:
+    """What the section [security] and its files say now. Raises ConfigError."""
+    section = config.security
+    cert_file, key_file, ca_file = section.cert_file, section.cert_key_file, section.ca_file
+    if section.mode == "key" or cert_file is None or key_file is None or ca_file is None:
+        files = (section.key_file, section.previous_key_file)
+        keys = tuple(dict.fromkeys(read_key(file) for file in files if file is not None))
+        return Security("key" if keys else "none", keys)
+    certificate = read_certificate(cert_file, role)
+    digests = (certificate.digest, check_key(cert_file, key_file), check_cas(ca_file))
+    try:
+        end = TlsEnd.load(cert_file, key_file, ca_file, digests)
+    except OSError as e:
+        raise ConfigError(f"security.cert_file: {cert_file}, {key_file} and {ca_file} do not make TLS: {e}") from e
+    allowed_names: tuple[str, ...] = getattr(section, "allowed_names", ())  # prefilld's alone
+    return Security("tls", (), end, allowed_names, CertificateFacts(certificate.names, certificate.expires_at))
+
+
+def reload_security(config: SharedConfig, role: Role, unix_now: float) -> Security:
+    """As make_security. Raises ConfigError for a certificate that does not hold now, too."""
+    file = config.security.cert_file
+    if file is not None and (why := validity_problem(read_certificate(file, role), unix_now)):
+        raise ConfigError(f"security.cert_file: {why}")
+    return make_security(config, role)
+
+
+def security_changes(old: Security, new: Security) -> list[str]:
+    """Which files have other contents; never what is in them but the certificate's name."""
+    lines = []
+    if old.keys[:1] != new.keys[:1]:
+        lines.append("security.key_file: another secret")
+    if old.keys[1:] != new.keys[1:]:
+        lines.append("security.previous_key_file: " + ("another secret" if new.keys[1:] else "none holds any more"))
+    if old.tls is not None and new.tls is not None:
+        names = ("cert_file: another certificate", "cert_key_file: another key", "ca_file: other CAs")
+        lines += [f"security.{name}" for n, name in enumerate(names) if old.tls.digests[n] != new.tls.digests[n]]
+    return lines
+
+
+def security_status(security: Security, unix_now: float) -> dict[str, object]:
+    """What `status` shows."""
+    facts: dict[str, object] = {"mode": security.mode}
+    if security.mode == "key":
+        facts["num_keys"] = len(security.keys)
+    if security.certificate is not None:
+        facts["certificate"] = security.certificate.name
+        facts["certificate_expires_s"] = round(security.certificate.expires_at - unix_now)
+    return facts
+
+
+def bench_security(security: Security) -> Security:
+    """For both ends of `--fake-peer`, which are in this process: certificates would not fit a peer on loopback."""
+    return security if security.mode != "tls" else Security("key", (secrets.token_bytes(32),))
 
 
 def link_options(config: SharedConfig) -> LinkOptions:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator
 
 from common.config import MAX_CONNECTIONS_WHY, MAX_STATE_BYTES, NAME, SharedConfig, check_bind, read_lines, unreadable
 from common.config_types import Array, Duration, FilePath, Problem, Section, Size, Threshold, When, key, required
-from common.hosts import is_loopback
+from common.hosts import is_certificate_name, is_loopback
 from common.units import GIB, KIB, MIB
 
 
@@ -34,6 +34,12 @@ def split_address(address: str) -> tuple[str, int]:
 
 def _address(text: str) -> str:
     split_address(text)
+    return text
+
+
+def _tls_name(text: str) -> str:
+    if text and not is_certificate_name(text):
+        raise ValueError("must be a host name or an IP address")
     return text
 
 
@@ -75,6 +81,9 @@ class PeerConfig(Section):
 
     name: str = required("What logs, metrics and answers call it: letters, digits, '.', '_' and '-'.", pattern=NAME)
     address: Annotated[str, AfterValidator(_address)] = required('"host:port" of its [listen].')
+    tls_name: Annotated[str, AfterValidator(_tls_name)] = key(
+        "", 'What its certificate must be for, with security.mode = "tls"; "" is the host of the address.'
+    )
 
     @property
     def host(self) -> str:
@@ -171,7 +180,8 @@ class DecodeConfig(SharedConfig):
     daemon: ClassVar[str] = "decoded"
     http: HttpConfig = HttpConfig()
     peers: Annotated[tuple[PeerConfig, ...], Array] = key(
-        (), "The prefillds, one [[peers]] table each with `name` and `address`. None: everything is computed here."
+        (),
+        "The prefillds, one [[peers]] table each with `name` and `address`. None: everything is computed here.",
     )
     routing: RoutingConfig = RoutingConfig()
     fallback: FallbackConfig = FallbackConfig()
@@ -182,7 +192,7 @@ class DecodeConfig(SharedConfig):
 
     def check(self) -> Iterator[Problem]:
         yield from super().check()
-        yield from check_bind("http.host", self.http.host, self.http.api_key_file, "http.api_key_file")
+        yield from check_bind("http.host", self.http.host, self.http.api_key_file is not None, "http.api_key_file")
         if self.http.max_total_body_bytes < self.http.max_body_bytes:
             yield Problem(
                 ("http.max_total_body_bytes", "http.max_body_bytes"),
@@ -197,11 +207,16 @@ class DecodeConfig(SharedConfig):
                     yield Problem((f"peers[{n}].{what}", "peers"), f"{value!r} is used by more than one peer")
                 seen.add(value)
         for n, peer in enumerate(self.peers):
-            if not is_loopback(peer.host) and self.security.key_file is None:
+            if not is_loopback(peer.host) and not self.security.is_authenticated:
                 yield Problem(
                     (f"peers[{n}].address", "security.key_file"),
-                    f"{peer.address} is not on this machine: set security.key_file",
+                    f'{peer.address} is not on this machine: set security.key_file or security.mode = "tls"',
                 )
+            if peer.tls_name and self.security.mode != "tls":
+                message = f'is not used with security.mode = "{self.security.mode}": remove it'
+                yield Problem((f"peers[{n}].tls_name", "security.mode"), message)
+            if self.security.mode == "tls" and not is_certificate_name(peer.tls_name or peer.host):
+                yield Problem((f"peers[{n}].address",), f"{peer.host!r} can be in no certificate: set tls_name")
         if self.routing.mode == "remote-only" and not self.peers:
             yield Problem(("routing.mode", "peers"), '"remote-only" needs at least one entry in [[peers]]')
 

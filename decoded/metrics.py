@@ -40,6 +40,12 @@ class DecodeMetrics:
             ["peer", "code"],
             registry=r,
         )
+        self.handshakes_failed = Counter(
+            "prfaas_handshakes_failed_total",
+            "Connections that this end or the peer refused for keys, certificates, versions or models, by error code.",
+            ["peer", "code"],
+            registry=r,
+        )
         self.fallbacks = Counter(
             "prfaas_fallback_total", "Prompts prefilled here although remote was wanted.", ["reason"], registry=r
         )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Sequence
 
 from common.layout import numerics_differ, numerics_text
-from common.net.options import LocalEnd
+from common.net.options import LocalEnd, Security
 from common.net.pool import PeerClient
 from common.trace import TraceWriter
 from common.wiring import link_options
@@ -39,7 +40,7 @@ class PeerSet:
         leaving = [client for peer, client in self._clients.items() if peer not in peers]
         for client in leaving:
             log.info("leaving peer", extra={"peer": client.name})
-            client.on_state = client.on_fault = None
+            client.on_state = client.on_fault = client.on_refused = None
         # In two steps: a client that leaves is in nobody's sight, and a new one is before anything is awaited.
         self._clients = {peer: self._clients.get(peer) or self._make(peer) for peer in peers}
         for client in self.clients():
@@ -54,6 +55,17 @@ class PeerSet:
     def facts(self) -> list[dict[str, object]]:
         """What `decodectl peers` shows."""
         return [{**c.status(), "numerics_differ": self._numerics_differ(c)} for c in self.clients()]
+
+    def set_security(self, security: Security) -> None:
+        """New connections to all peers take these keys or certificates."""
+        self.end = dataclasses.replace(self.end, security=security)
+        for client in self.clients():
+            client.set_security(security)
+
+    @property
+    def certificates(self) -> dict[str, float]:
+        """When the certificates of connected peers expire, by the peer's name."""
+        return {c.name: found.expires_at for c in self.clients() if (found := c.certificate) is not None}
 
     async def changed(self) -> None:
         """Until any peer's state changes."""
@@ -74,13 +86,24 @@ class PeerSet:
         await self.update(())
 
     def _make(self, peer: PeerConfig) -> PeerClient:
-        client = PeerClient(peer.name, peer.host, peer.port, local=self.end, options=self._options, trace=self._trace)
-        client.on_state, client.on_fault = self._on_state, self._on_fault
+        client = PeerClient(
+            peer.name,
+            peer.host,
+            peer.port,
+            local=self.end,
+            options=self._options,
+            tls_name=peer.tls_name,
+            trace=self._trace,
+        )
+        client.on_state, client.on_fault, client.on_refused = self._on_state, self._on_fault, self._on_refused
         self._metrics.peer_ready.labels(peer.name).set(0)
         return client
 
     def _on_fault(self, client: PeerClient, code: str) -> None:
         self._metrics.link_faults.labels(client.name, code).inc()
+
+    def _on_refused(self, client: PeerClient, code: str) -> None:
+        self._metrics.handshakes_failed.labels(client.name, code).inc()
 
     def _on_state(self, client: PeerClient) -> None:
         self._metrics.peer_ready.labels(client.name).set(client.state == "ready")

@@ -11,18 +11,28 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from common.certificates import CertificateWatch
 from common.config import changes, read_lines, restart_problems
 from common.control import bind_http, http_routes
 from common.daemon import FakePeer, Handler
 from common.errors import ConfigError, EngineDead, PdError
 from common.looplag import LoopLag
 from common.metrics import Metrics
-from common.net.options import LocalEnd
+from common.net.options import LocalEnd, Security
 from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.fallback import FallbackBudget
 from common.release import version
 from common.text.tokenizer import Tokenizer
-from common.wiring import check_port, key_problems, local_end, make_backend, make_trace
+from common.wiring import (
+    RELOADABLE_SECURITY,
+    check_port,
+    local_end,
+    make_backend,
+    make_security,
+    make_trace,
+    reload_security,
+    security_changes,
+)
 from decoded import verbs
 from decoded.api.app import KEY_RING, make_app, make_runner
 from decoded.api.auth import KeyRing
@@ -34,7 +44,10 @@ from decoded.metrics import DecodeMetrics
 from decoded.peers import PeerSet
 
 log = logging.getLogger(__name__)
-_RELOADABLE = ("peers", "routing", "fallback", "admission", "health", "log.level", "log.format", "drain")
+_RELOADABLE = (
+    *("peers", "routing", "fallback", "admission", "health", "log.level", "log.format", "drain"),
+    *RELOADABLE_SECURITY,
+)
 _WARM_UP_S = 5.0
 # Decode steps of up to so many rows are made ready while nobody asks for any; of more, when they come.
 WARM_UP_ROWS = 16
@@ -51,6 +64,7 @@ class DecodeService:
         self.metrics = Metrics("decoded", version())
         self.decode_metrics = DecodeMetrics(self.metrics.registry)
         self._loop_lag = LoopLag(self.metrics)
+        self._certificates = CertificateWatch(self.metrics.registry)
         self.trace = make_trace(config)
         self.backend = make_backend(
             config,
@@ -79,7 +93,9 @@ class DecodeService:
         if not self.tokenizer.has_chat_template:
             log.info("/v1/chat/completions is not available: the model has no chat template")
         policy = config.peer_policy.require_same_numerics
-        end = local_end(config, "decode", self.backend.info, require_same_numerics=policy)
+        # A pretended peer is in this process, on loopback.
+        security = make_security(config, "decode") if self._fake_peer is None else Security()
+        end = local_end(config, "decode", self.backend.info, security, require_same_numerics=policy)
         self.peers = PeerSet(end, config, self.decode_metrics, self.trace)
         self.dispatcher = self._make_dispatcher()
         await self._start_peers(end)
@@ -124,10 +140,13 @@ class DecodeService:
     async def reload(self, config: DecodeConfig) -> list[str]:
         """Take over what may change while running. Raises ConfigError naming what may not."""
         problems = restart_problems(self.config, config, _RELOADABLE)
-        problems += key_problems(self.config, config, self.peers.end)
         if problems:
             raise ConfigError(problems)
+        security = reload_security(config, "decode", time.time())
         changed = changes(self.config, config) + self._reload_api_keys(config)
+        if self._fake is None:
+            changed += security_changes(self.peers.end.security, security)
+            self.peers.set_security(security)
         was_set = self.dispatcher.settings.threshold_tokens
         if was_set != float(self.config.routing.threshold_tokens):
             changed.append(f"routing.threshold_tokens: {was_set:g} of `decodectl threshold` no longer holds")
@@ -221,6 +240,9 @@ class DecodeService:
         """A dead engine ends the process; systemd starts a new one. Also keeps gauges fresh and the trace on disk."""
         while self.backend.stats().is_alive:
             self.dispatcher.update_gauges()
+            own = self.peers.end.security.certificate
+            certificates = {} if own is None else {own.name: own.expires_at}
+            self._certificates.update(certificates, self.peers.certificates, time.time())
             if self.trace is not None:
                 self.trace.flush()
             await asyncio.sleep(0.5)

@@ -13,6 +13,7 @@ from common.daemon import Handler
 from common.errors import ControlError
 from common.release import version
 from common.request import RequestReport
+from common.wiring import security_status
 from decoded.active import ActiveRequest
 
 _MAX_THRESHOLD = 10**9
@@ -119,6 +120,7 @@ def status_facts(service: DecodeService) -> dict[str, Any]:
         **({"warning": service.warning} if service.warning else {}),
         "uptime_s": round(time.monotonic() - service.started_at, 3),
         "model": {**info.facts, "chat": has_chat},
+        "security": security_status(service.peers.end.security, time.time()),
         "routing": {
             "mode": dispatcher.settings.mode,
             "threshold_tokens": number(dispatcher.settings.threshold_tokens),

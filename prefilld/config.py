@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import AfterValidator
 
 from common.config import MAX_CONNECTIONS_WHY, MAX_STATE_BYTES, SharedConfig, check_bind
-from common.config_types import Problem, Section, Size, key
+from common.config_security import SecurityConfig
+from common.config_types import Array, Problem, Section, Size, key
+from common.hosts import is_certificate_name
 from common.units import MIB
 
 
@@ -15,7 +19,8 @@ class ListenConfig(Section):
 
     host: str = key(
         "127.0.0.1",
-        'Address to bind; "0.0.0.0" and "::" are all addresses. Beyond loopback security.key_file is needed.',
+        'Address to bind; "0.0.0.0" and "::" are all addresses. Beyond loopback security.key_file is needed, or'
+        ' security.mode = "tls".',
         min_length=1,
     )
     port: int = key(7400, "TCP port; 0 takes a free one.", ge=0, le=65535)
@@ -45,17 +50,43 @@ class LimitsConfig(Section):
     )
 
 
+def _name(text: str) -> str:
+    if not is_certificate_name(text):
+        raise ValueError("must be a host name or an IP address")
+    return text
+
+
+class PrefillSecurityConfig(SecurityConfig):
+    """How decodeds prove who they are, and whether others can read what is sent: docs/security.md. But for the mode,
+    files and names are read again by reload, for new connections."""
+
+    allowed_names: Annotated[tuple[Annotated[str, AfterValidator(_name)], ...], Array] = key(
+        (),
+        'Names of which a decoded\'s certificate must have one, for mode "tls"; [] takes every certificate that a CA of'
+        " ca_file signed.",
+    )
+
+    def check(self) -> Iterator[Problem]:
+        yield from super().check()
+        if self.allowed_names and self.mode != "tls":
+            message = f'is not used with security.mode = "{self.mode}": remove it'
+            yield Problem(("security.allowed_names", "security.mode"), message)
+
+
 class PrefillConfig(SharedConfig):
     """The root of prefilld's configuration."""
 
     daemon: ClassVar[str] = "prefilld"
+    security: PrefillSecurityConfig = PrefillSecurityConfig()
     listen: ListenConfig = ListenConfig()
     http: HttpConfig = HttpConfig()
     limits: LimitsConfig = LimitsConfig()
 
     def check(self) -> Iterator[Problem]:
         yield from super().check()
-        yield from check_bind("listen.host", self.listen.host, self.security.key_file, "security.key_file")
+        is_guarded = self.security.is_authenticated
+        or_else = ' or security.mode = "tls"'
+        yield from check_bind("listen.host", self.listen.host, is_guarded, "security.key_file", or_else)
         same_host = self.listen.host == self.http.host
         if same_host and self.listen.port == self.http.port != 0:
             yield Problem(("http.port", "listen.port"), f"{self.http.port} is already taken by listen.port")

@@ -12,12 +12,10 @@ import random
 
 from common.daemon import FakePeer
 from common.errors import PeerError, TransferError
-from common.layout import ModelInfo, StateLayout
-from common.net.options import RemoteRequest
+from common.layout import StateLayout
+from common.net.options import LinkOptions, LocalEnd, RemoteRequest
 from common.net.pool import PeerClient
 from common.net.relay import Relay
-from common.wiring import link_options, local_end
-from prefilld.config import PrefillConfig
 
 log = logging.getLogger(__name__)
 _PROMPT_TOKENS = (256, 2048)
@@ -44,11 +42,10 @@ class DiscardSink:
 class FakeDecoded:
     """A PeerClient that asks for random prompts, behind a relay."""
 
-    def __init__(self, config: PrefillConfig, info: ModelInfo, port: int, link: FakePeer) -> None:
-        end = dataclasses.replace(local_end(config, "decode", info), name="fake-peer")
-        self._info = info
+    def __init__(self, end: LocalEnd, options: LinkOptions, port: int, link: FakePeer) -> None:
+        self._info = end.info
         self._relay = Relay("127.0.0.1", port, rate_bps=link.rate_bps, rtt_s=link.rtt_s)
-        self._end, self._options = end, link_options(config)
+        self._end, self._options = dataclasses.replace(end, name="fake-peer"), options
         self._client: PeerClient | None = None
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()

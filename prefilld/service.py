@@ -11,6 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
+from common.certificates import CertificateWatch
 from common.config import changes, restart_problems
 from common.control import bind_http
 from common.daemon import FakePeer, Handler, version_facts
@@ -25,7 +26,19 @@ from common.policy.admission import AdmissionController, AdmissionLimits
 from common.release import version
 from common.wire.connection import Closed
 from common.wire.session import StreamRefused
-from common.wiring import check_port, key_problems, link_options, local_end, make_backend, make_trace
+from common.wiring import (
+    RELOADABLE_SECURITY,
+    bench_security,
+    check_port,
+    link_options,
+    local_end,
+    make_backend,
+    make_security,
+    make_trace,
+    reload_security,
+    security_changes,
+    security_status,
+)
 from prefilld.config import PrefillConfig
 from prefilld.fakepeer import FakeDecoded
 from prefilld.http import make_app, make_runner
@@ -34,7 +47,7 @@ from prefilld.stream import StreamHandler
 
 log = logging.getLogger(__name__)
 _STALL_S = 60.0
-_RELOADABLE = ("limits", "log.level", "log.format", "drain")
+_RELOADABLE = ("limits", "log.level", "log.format", "drain", *RELOADABLE_SECURITY)
 
 
 class PrefillService:
@@ -47,6 +60,7 @@ class PrefillService:
         self._metrics = Metrics("prefilld", version())
         self._prefill_metrics = PrefillMetrics(self._metrics.registry)
         self._loop_lag = LoopLag(self._metrics)
+        self._certificates = CertificateWatch(self._metrics.registry)
         self._trace = make_trace(config)
         self._backend = make_backend(config)
         self._admission = AdmissionController(_limits(config))
@@ -76,7 +90,10 @@ class PrefillService:
         log.info("loading the model", extra={"path": str(config.model.path or "fake")})
         await self._backend.start()
         self._metrics.tell_model(self._backend.info.name, self._backend.info.numerics)
-        end = local_end(config, "prefill", self._backend.info)
+        security = make_security(config, "prefill")
+        if self._fake_peer is not None:
+            security = bench_security(security)
+        end = local_end(config, "prefill", self._backend.info, security)
         self._server = PrefillServer(end, link_options(config), self._handler, load=self._load, trace=self._trace)
         self._server.on_refused, self._server.on_fault = self._on_refused, self._on_fault
         self._server.on_stream_refused = self._on_stream_refused
@@ -92,7 +109,8 @@ class PrefillService:
         self._watch = asyncio.create_task(self._watch_engine())
         self._loop_lag.start()
         if self._fake_peer is not None:
-            self._fake = FakeDecoded(config, self._backend.info, self._server.port, self._fake_peer)
+            end = local_end(config, "decode", self._backend.info, security)
+            self._fake = FakeDecoded(end, link_options(config), self._server.port, self._fake_peer)
             await self._fake.start()
         log.info("serving", extra={"model": self._backend.info.name, "port": self._server.port, "http_port": port})
 
@@ -125,11 +143,13 @@ class PrefillService:
     async def reload(self, config: PrefillConfig) -> list[str]:
         """Take over what may change while running. Raises ConfigError naming what may not."""
         problems = restart_problems(self.config, config, _RELOADABLE)
-        if self._server is not None:
-            problems += key_problems(self.config, config, self._server.local)
         if problems:
             raise ConfigError(problems)
+        security = reload_security(config, "prefill", time.time())
         changed = changes(self.config, config)
+        if self._server is not None and self._fake is None:
+            changed += security_changes(self._server.local.security, security)
+            self._server.set_security(security)
         self.config = config
         self._admission.limits = _limits(config)
         self._handler.max_prompt_tokens = config.limits.max_prompt_tokens
@@ -208,6 +228,7 @@ class PrefillService:
             "is_healthy": self.is_healthy(),
             "uptime_s": round(time.monotonic() - self._started_at, 3),
             "model": info.facts,
+            "security": security_status(self._server.local.security, time.time()) if self._server is not None else {},
             "num_peers": len(self._server.sessions) if self._server is not None else 0,
             "num_running": len(self._admission.running),
             "num_queued": len(self._admission.queue),
@@ -278,10 +299,17 @@ class PrefillService:
         """A dead engine ends the process; systemd starts a new one. Also keeps the trace on disk."""
         while self._backend.stats().is_alive:
             self._warn_of_numerics()
+            self._watch_certificates()
             if self._trace is not None:
                 self._trace.flush()
             await asyncio.sleep(0.5)
         self.on_fatal(EngineDead("the engine died"))
+
+    def _watch_certificates(self) -> None:
+        if self._server is not None:
+            own = self._server.local.security.certificate
+            certificates = {} if own is None else {own.name: own.expires_at}
+            self._certificates.update(certificates, self._server.certificates, time.time())
 
 
 def _limits(config: PrefillConfig) -> AdmissionLimits:

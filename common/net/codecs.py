@@ -1,6 +1,6 @@
-"""Worker threads that encode, hash and decode segments, so that the event loop does not. Owns one Codec per thread.
+"""Worker threads that encode, seal, open, hash and decode, so that the event loop does not. Owns one Codec per thread.
 
-Used by remote.py and server_stream.py. Small segments are done at once: a thread costs more than the work.
+Used by remote.py, server_stream.py and link.py. Small work is done at once: a thread costs more than the work.
 """
 
 from __future__ import annotations
@@ -8,15 +8,40 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 from common.errors import ChecksumMismatch
-from common.wire.codec import Codec, Encoded, Run
+from common.wire.codec import Codec, Encoded, Run, place
 from common.wire.digest import segment_digest
+from common.wire.framing import Unopened
+from common.wire.seal import SealJob
 
 T = TypeVar("T")
-_INLINE_BYTES = 32 << 10
-_INLINE_RAW_BYTES = 2 << 20
+INLINE_BYTES = 32 << 10
+_INLINE_HASH_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """A segment's encoded bytes and what they must be. `is_apart`: raw ones are not in the sink's memory yet."""
+
+    codec: str
+    digest: bytes
+    views: Sequence[memoryview]
+    is_apart: bool
+    runs: Sequence[Run]
+
+    def run(self, codec: Codec, sink_views: Callable[[], Sequence[memoryview]]) -> None:
+        """Compare the digest, then decode or copy into the sink's views unless the bytes are there already."""
+        found = segment_digest(self.views)
+        if found != self.digest:
+            raise ChecksumMismatch(f"the segment's digest is {found.hex()}, announced was {self.digest.hex()}")
+        if self.codec != "raw":
+            whole = self.views[0] if len(self.views) == 1 else memoryview(b"".join(self.views))
+            codec.decode(whole, sink_views(), self.runs)
+        elif self.is_apart:
+            place(self.views, sink_views())
 
 
 class CodecPool:
@@ -32,34 +57,27 @@ class CodecPool:
 
     async def encode(self, codec: str, buffers: Sequence[memoryview], runs: Sequence[Run]) -> Encoded:
         """Encode and hash; see Codec.encode."""
-        num_bytes = sum(n for n, _ in runs)
-        return await self._run(codec, num_bytes, lambda c: c.encode(codec, buffers, runs))
+        return await self._run(_size(runs), codec == "raw", lambda c: c.encode(codec, buffers, runs))
 
-    async def verify(
-        self,
-        codec: str,
-        digest: bytes,
-        views: Sequence[memoryview],
-        sink_views: Callable[[], Sequence[memoryview]],
-        runs: Sequence[Run],
-    ) -> None:
-        """Check the digest over the encoded bytes, then decode them into `sink_views()` unless they are there already.
+    async def verify(self, segment: Verification, sink_views: Callable[[], Sequence[memoryview]]) -> None:
+        """Check the digest over the encoded bytes, then put what they hold into `sink_views()`.
 
         Raises:
             ChecksumMismatch, BadMessage: these are not the bytes that were sent; nothing was decoded, or only a part.
         """
+        is_hash = segment.codec == "raw" and not segment.is_apart
+        await self._run(_size(segment.runs), is_hash, lambda c: segment.run(c, sink_views))
 
-        def work(c: Codec) -> None:
-            found = segment_digest(views)
-            if found != digest:
-                raise ChecksumMismatch(f"the segment's digest is {found.hex()}, announced was {digest.hex()}")
-            if codec != "raw":
-                c.decode(views[0], sink_views(), runs)
+    async def open(self, unopened: Unopened) -> bytes:
+        """The payload of a sealed link. Raises SealBroken."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, unopened.run)
 
-        await self._run(codec, sum(n for n, _ in runs), work)
+    def seal(self, job: SealJob) -> asyncio.Future[bytes]:
+        """Begin to seal a payload."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, job.run)
 
-    async def _run(self, codec: str, num_bytes: int, work: Callable[[Codec], T]) -> T:
-        if num_bytes <= (_INLINE_RAW_BYTES if codec == "raw" else _INLINE_BYTES):
+    async def _run(self, num_bytes: int, is_hash: bool, work: Callable[[Codec], T]) -> T:
+        if num_bytes <= (_INLINE_HASH_BYTES if is_hash else INLINE_BYTES):
             return self._with_codec(work)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._with_codec, work)
 
@@ -69,3 +87,7 @@ class CodecPool:
             return work(codec)
         finally:
             self._free.append(codec)
+
+
+def _size(runs: Sequence[Run]) -> int:
+    return sum(n for n, _ in runs)

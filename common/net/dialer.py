@@ -11,13 +11,15 @@ import errno
 import logging
 import random
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.errors import LinkLost, PdError
+from common.errors import TLS_KINDS, LinkLost, PdError
 from common.hosts import is_loopback
 from common.net.link import Link, LinkOwner
 from common.net.options import LinkOptions
+from common.net.tls import CertificateFacts, TlsChannel
 from common.wire.connection import Closed, Connection, Received
 from common.wire.frames import Target
 from common.wire.handshake import ConnectionConfig, Handshake
@@ -25,7 +27,10 @@ from common.wire.messages import HelloAck, Piece
 
 log = logging.getLogger(__name__)
 LOCAL_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
-INCOMPATIBLE_CODES = {"layout_mismatch", "auth", "version", "bad_magic"}
+INCOMPATIBLE_CODES = {"layout_mismatch", "auth", "version", "bad_magic"} | {
+    f"tls_{kind}" for kind in TLS_KINDS if kind != "failed"
+}
+MakeTls = Callable[[], TlsChannel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +71,16 @@ class _LinkClosed(Exception):
 
 
 class Dialer(LinkOwner):
-    """The links to one peer. `bytes_in` and `bytes_out` count links that are closed."""
+    """The links to one peer. `bytes_in` and `bytes_out` count links that are closed.
+
+    `config` and `tls`, which makes a control link's channel where there is TLS, may be exchanged: new links take them.
+    """
 
     def __init__(
         self, host: str, port: int, config: ConnectionConfig, options: LinkOptions, owner: DialerOwner
     ) -> None:
         self.host, self.port, self.config, self.options, self.owner = host, port, config, options, owner
+        self.tls: MakeTls | None = None
         self.control: Link | None = None
         self.data: dict[int, Link] = {}
         self.num_data_links = options.data_links or (1 if is_loopback(host) else 4)
@@ -148,12 +157,13 @@ class Dialer(LinkOwner):
         loop = asyncio.get_running_loop()
 
         def make(link: Link, now: float) -> Connection:
-            handshake = Handshake.client(self.config, secrets.token_bytes(32), session, index, key)
+            nonce, secret = secrets.token_bytes(32), secrets.token_bytes(32)
+            handshake = Handshake.client(self.config, nonce, secret, session, index, key)
             return Connection(
                 self.config, handshake, now, lambda s, piece, num: self.owner.open_piece(link, s, piece, num)
             )
 
-        link = Link(self, make)
+        link = Link(self, make, tls=self.tls if index == 0 else None)
         link.on_lost = lost.set
         opened = self._opening[link] = loop.create_future()
         try:
@@ -182,6 +192,9 @@ class Dialer(LinkOwner):
         return longest * random.uniform(0.5, 1.0)
 
     # ---- LinkOwner
+
+    def link_secured(self, link: Link, certificate: CertificateFacts) -> None:
+        """TLS has compared the name: nothing more is asked for."""
 
     def link_opened(self, link: Link, peer: HelloAck | None) -> None:
         """The handshake is done."""

@@ -33,10 +33,11 @@ def hello_ack(local: LocalEnd, options: LinkOptions) -> HelloAck:
 
 
 def connection_config(local: LocalEnd, options: LinkOptions) -> ConnectionConfig:
-    """The same for every link of this process."""
+    """The same for every link that is made while `local` holds."""
     return ConnectionConfig(
         role=local.role,
-        key=local.key,
+        mode=local.security.mode,
+        keys=local.security.keys,
         ack=hello_ack(local, options),
         require_same_numerics=local.require_same_numerics,
         handshake_timeout_s=options.connect_timeout_s,

@@ -1,7 +1,9 @@
 """One TCP connection: an asyncio.BufferedProtocol around a sans-I/O Connection. Runs on uvloop and on plain asyncio.
 
-The only reader of the clock for wire/ and net/. Bytes are received straight into the views the connection names and
-sent by reference, header and payload with one write each. Knows no stream; pool.py and server.py own links.
+The only reader of the clocks for wire/ and net/. Bytes are received straight into the views the connection names and
+sent by reference, header and payload with one write each; payloads that must be sealed are so in worker threads, and
+leave in the order in which they were queued. On a control link with TLS a TlsChannel lies between the two. Knows no
+stream; pool.py and server.py own links.
 """
 
 from __future__ import annotations
@@ -10,17 +12,24 @@ import asyncio
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable
-from time import monotonic
+from time import monotonic, time
 from typing import Protocol, cast
 
-from common.errors import PdError, PeerError, RemoteProtocolError
+from common.errors import PdError, PeerError, RemoteProtocolError, TlsFailed
 from common.hosts import is_loopback
+from common.net.codecs import INLINE_BYTES, CodecPool
 from common.net.tcpinfo import tcp_info
+from common.net.tls import CertificateFacts, TlsChannel, is_tls, plain_peer
 from common.wire.connection import Closed, Connection, Opened, Received
+from common.wire.framing import Out, Part
 from common.wire.messages import HelloAck, Message
 from common.wire.outgoing import OutPiece
+from common.wire.seal import SealJob
 
 HIGH_WATER_BYTES = 4 << 20
+HELD_BYTES = 16 << 20
+"""Sealed payloads of one link that wait to be opened; past it nothing more is read."""
+_TLS_READ_BYTES = 32 << 10
 _LINGER_S = 1.0
 _MIN_RATE_BYTES = 1 << 20
 
@@ -30,8 +39,16 @@ def now() -> float:
     return monotonic()
 
 
+def unix_now() -> float:
+    """Seconds since 1970, to compare with dates in certificates."""
+    return time()
+
+
 class LinkOwner(Protocol):
     """Who is told what happens on a link. All calls come on the event loop."""
+
+    def link_secured(self, link: Link, certificate: CertificateFacts) -> None:
+        """TLS is there and the certificate verified. May raise RemoteProtocolError, which is told to the peer."""
 
     def link_opened(self, link: Link, peer: HelloAck | None) -> None: ...
 
@@ -45,22 +62,44 @@ class LinkOwner(Protocol):
 
 
 class Link(asyncio.BufferedProtocol):
-    """One link; `make` builds its Connection when the transport is there."""
+    """One link; `make` builds its Connection when the transport is there.
 
-    def __init__(self, owner: LinkOwner, make: Callable[[Link, float], Connection]) -> None:
-        self.owner, self._make = owner, make
+    `tls` makes the channel below it; with `is_tls_optional` the peer's first byte says whether there is one, and the
+    Connection whether there may be. `codecs` seals what is larger than a few KiB.
+    """
+
+    def __init__(
+        self,
+        owner: LinkOwner,
+        make: Callable[[Link, float], Connection],
+        *,
+        tls: Callable[[], TlsChannel] | None = None,
+        is_tls_optional: bool = False,
+        codecs: CodecPool | None = None,
+    ) -> None:
+        self.owner, self._make, self._codecs = owner, make, codecs
+        self._make_tls, self._is_tls_optional = tls, is_tls_optional
         self.loop = asyncio.get_running_loop()
-        self.is_writable = True
         self.bytes_out = 0
         self.address = ""
+        self.certificate: CertificateFacts | None = None
+        """The peer's, on a control link with TLS."""
         self.on_written: Callable[[OutPiece], None] | None = None
         self.on_lost: Callable[[], None] | None = None
         self._transport: asyncio.Transport | None = None
         self._connection: Connection | None = None
+        self._tls: TlsChannel | None = None
+        self._tls_buffer: memoryview | None = None
+        self._is_tls_heard = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._linger: asyncio.TimerHandle | None = None
         self._is_told = False
+        self._is_paused = False
+        self._held_bytes = 0
+        self._is_holding = False
+        self._queue: deque[Part | asyncio.Future[bytes]] = deque()
+        self._queued_bytes = 0
         self._unwritten: deque[tuple[int, OutPiece]] = deque()
         self._is_polling = False
 
@@ -80,6 +119,13 @@ class Link(asyncio.BufferedProtocol):
     def is_open(self) -> bool:
         """True between handshake and close."""
         return self._connection is not None and self._connection.is_open
+
+    @property
+    def is_writable(self) -> bool:
+        """False when enough waits in the transport's buffer, or to be sealed for it."""
+        if self._is_paused or self._transport is None or not self.is_open:
+            return False
+        return not self._queued_bytes or self._queued_bytes + self._transport.get_write_buffer_size() < HIGH_WATER_BYTES
 
     @property
     def has_transport(self) -> bool:
@@ -112,16 +158,23 @@ class Link(asyncio.BufferedProtocol):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         name = transport.get_extra_info("peername")
         self.address = f"{name[0]}:{name[1]}" if name else "?"
-        self._connection = self._make(self, now())
+        connection = self._connection = self._make(self, now())
+        if self._make_tls is not None:
+            self._tls_buffer = memoryview(bytearray(_TLS_READ_BYTES))
+            if not self._is_tls_optional:
+                self._begin_tls(connection)
         self.flush()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go."""
-        return self.connection.get_buffer()
+        return self.connection.get_buffer() if self._tls_buffer is None else self._tls_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         """Bytes are there."""
-        self.connection.buffer_updated(nbytes, now())
+        if self._tls_buffer is None:
+            self.connection.buffer_updated(nbytes, now())
+        else:
+            self._receive_tls(self._tls_buffer[:nbytes])
         self.flush()
 
     def eof_received(self) -> None:
@@ -141,13 +194,13 @@ class Link(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         """The transport's buffer is full."""
-        self.is_writable = False
+        self._is_paused = True
 
     def resume_writing(self) -> None:
         """The transport's buffer has room again."""
-        self.is_writable = True
+        self._is_paused = False
         self._check_written()
-        if self.is_open:
+        if self.is_writable:
             self.owner.link_writable(self)
 
     # ---- our side
@@ -161,9 +214,27 @@ class Link(asyncio.BufferedProtocol):
         """Write a Piece frame by reference: its buffers must not change until they are acknowledged."""
         self.connection.send(piece.message, piece.stream.stream_id, piece.payload(), piece.num_bytes)
         self._write()
-        if self.on_written is not None:
-            self._unwritten.append((self.bytes_out, piece))
+        if not self.connection.is_open:
+            # The link's key is used up. The caller is about to fill other links: it hears of this when it is done.
+            self.loop.call_soon(self.flush)
+        elif self.on_written is not None:
+            self._unwritten.append((self.bytes_out + self._queued_bytes, piece))
             self.loop.call_soon(self._check_written)
+
+    def hold(self, num_bytes: int) -> None:
+        """So much that was received waits to be opened: stop reading when it becomes too much."""
+        self._held_bytes += num_bytes
+        if self._held_bytes > HELD_BYTES and not self._is_holding and self._transport is not None:
+            self._is_holding = True
+            self._transport.pause_reading()
+
+    def release(self, num_bytes: int) -> None:
+        """So much was opened."""
+        self._held_bytes -= num_bytes
+        if self._is_holding and self._held_bytes <= HELD_BYTES // 2:
+            self._is_holding = False
+            if self._transport is not None and not self._transport.is_closing():
+                self._transport.resume_reading()
 
     def fail(self, error: PdError) -> None:
         """Close with an Error frame."""
@@ -207,17 +278,98 @@ class Link(asyncio.BufferedProtocol):
             self.owner.link_closed(self, event)
 
     def _write(self) -> None:
-        out = self.connection.data_to_send()
+        for part in self.connection.data_to_send():
+            self._queued_bytes += part.sealed_bytes if isinstance(part, SealJob) else len(part)
+            self._queue.append(self._begin_sealing(part))
+        self._write_queue()
+
+    def _begin_sealing(self, part: Out) -> Part | asyncio.Future[bytes]:
+        if not isinstance(part, SealJob):
+            return part
+        if part.num_bytes <= INLINE_BYTES or self._codecs is None:
+            return part.run()
+        future = self._codecs.seal(part)
+        future.add_done_callback(self._sealed)
+        return future
+
+    def _sealed(self, future: asyncio.Future[bytes]) -> None:
+        if future.cancelled() or future.exception() is not None:
+            # Nothing can follow a record that is missing.
+            self.abort()
+            if not future.cancelled():
+                self.loop.call_exception_handler(
+                    {"message": "a payload was not sealed", "exception": future.exception()}
+                )
+            return
+        self._write_queue()
+        if self.is_writable:
+            self.owner.link_writable(self)
+
+    def _write_queue(self) -> None:
+        """Write what is ready, in order, up to the first payload that is still being sealed."""
         transport = self._transport
         if transport is None or transport.is_closing():
+            self._queue.clear()
+            self._queued_bytes = 0
             return
-        for data in out:
-            self.bytes_out += len(data)
-            transport.write(data)
+        while self._queue:
+            part = self._queue[0]
+            if isinstance(part, asyncio.Future):
+                if not part.done():
+                    return
+                part = part.result()
+            self._queue.popleft()
+            self._queued_bytes -= len(part)
+            if self._tls is not None:
+                self._tls.write(part)
+            else:
+                self.bytes_out += len(part)
+                transport.write(part)
+        self._flush_tls(transport)
         if not self.connection.is_open and self._is_told:
             # A peer that does not read must not keep the socket.
             transport.close()
             self._linger = self._linger or self.loop.call_later(_LINGER_S, transport.abort)
+
+    # ---- TLS
+
+    def _begin_tls(self, connection: Connection) -> None:
+        if self._make_tls is not None:
+            self._tls = self._make_tls()
+            connection.handshake.is_in_tls = True
+
+    def _receive_tls(self, data: memoryview) -> None:
+        connection = self.connection
+        if self._tls is None and is_tls(data):
+            self._begin_tls(connection)
+        if self._tls is None:
+            self._tls_buffer = None
+            connection.receive(data, now())
+            return
+        try:
+            if not self._is_tls_heard and not is_tls(data):
+                raise plain_peer()
+            self._is_tls_heard = True
+            self._tls.receive(data)
+            self._check_certificate(self._tls)
+            while num := self._tls.read_into(connection.get_buffer()):
+                connection.buffer_updated(num, now())
+        except TlsFailed as e:
+            connection.lose(e)
+
+    def _check_certificate(self, tls: TlsChannel) -> None:
+        if tls.certificate is None or self.certificate is not None:
+            return
+        self.certificate = tls.certificate
+        try:
+            self.owner.link_secured(self, tls.certificate)
+        except RemoteProtocolError as e:
+            self.connection.fail(e)
+
+    def _flush_tls(self, transport: asyncio.Transport) -> None:
+        if self._tls is not None and (data := self._tls.take_output()):
+            self.bytes_out += len(data)
+            transport.write(data)
 
     def _arm(self) -> None:
         due = self.connection.next_timer() if self._transport is not None else None
@@ -255,3 +407,13 @@ def delivery_bps(links: Iterable[Link]) -> float | None:
     """The sum over those links that know it."""
     rates = [rate for link in links if (rate := link.delivery_bps) is not None]
     return sum(rates) if rates else None
+
+
+def security_facts(mode: str, control: Link | None) -> dict[str, object]:
+    """What `peers` shows of how a session is secured, and of the certificate at its other end."""
+    certificate = control.certificate if control is not None else None
+    return {
+        "security": mode,
+        "certificate": certificate.name if certificate else None,
+        "certificate_expires_s": round(certificate.expires_at - unix_now()) if certificate else None,
+    }

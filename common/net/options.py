@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from common.layout import ModelInfo
+from common.net.tls import CertificateFacts, TlsEnd
+from common.wire.handshake import Mode
 
 Role = Literal["decode", "prefill"]
 PeerState = Literal["connecting", "ready", "draining", "incompatible", "down"]
@@ -20,8 +22,25 @@ HASH_SCHEME = "sha256-chain-1"
 
 
 @dataclass(frozen=True, slots=True)
+class Security:
+    """How this end proves who it is, and what it asks of peers.
+
+    "none": nothing, on loopback only. "key": `keys`, the shared key first, then the one before while it still holds.
+    "tls": certificates on the control link, sealed data links; a server takes clients whose certificate has one of
+    `allowed_names`, or any that a CA of ours signed when there are none.
+    """
+
+    mode: Mode = "none"
+    keys: tuple[bytes, ...] = field(default=(), repr=False)
+    tls: TlsEnd | None = None
+    allowed_names: tuple[str, ...] = ()
+    certificate: CertificateFacts | None = None
+    """Our own, for status and metrics."""
+
+
+@dataclass(frozen=True, slots=True)
 class LocalEnd:
-    """What this process is. `instance_id` is new at every start; `key` is the shared secret (None = unkeyed).
+    """What this process is. `instance_id` is new at every start.
 
     `numerics` (compute dtype, device, chunk size, threads, ...) is shown to the peer and compared only with
     `require_same_numerics`.
@@ -31,7 +50,7 @@ class LocalEnd:
     name: str
     instance_id: str
     info: ModelInfo
-    key: bytes | None = field(default=None, repr=False)
+    security: Security = Security()
     require_same_numerics: bool = False
     numerics: dict[str, str] = field(default_factory=dict)
     block_tokens: int = 64

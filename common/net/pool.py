@@ -7,27 +7,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from common.backend import StateSink
 from common.errors import LayoutMismatch, LinkLost, LocalProtocolError, PdError, PeerDraining, PromptTooLong
 from common.hosts import is_loopback
-from common.net.codecs import CodecPool
+from common.net.codecs import INLINE_BYTES, CodecPool
 from common.net.dialer import INCOMPATIBLE_CODES, Dialer, Failure
 from common.net.ends import connection_config
-from common.net.link import Link, delivery_bps, now
+from common.net.link import Link, delivery_bps, now, security_facts
 from common.net.options import (
     LinkOptions,
     LocalEnd,
     PeerState,
     RemoteRequest,
+    Security,
     Trace,
     TransferProgress,
     TransferReport,
 )
 from common.net.remote import RemotePrefill
 from common.net.tcpinfo import tcp_info
+from common.net.tls import CertificateFacts, TlsChannel
 from common.wire.connection import FAULT_CODES, Received
 from common.wire.frames import Target
+from common.wire.framing import Unopened
 from common.wire.messages import Drain, HelloAck, Piece, Prefill, Status
 from common.wire.session import ClientSession, SegmentArrived, StreamEnded
 from common.wire.tokens import pack_tokens
@@ -55,18 +59,30 @@ class PeerClient:
     """
 
     def __init__(
-        self, name: str, host: str, port: int, *, local: LocalEnd, options: LinkOptions, trace: Trace | None = None
+        self,
+        name: str,
+        host: str,
+        port: int,
+        *,
+        local: LocalEnd,
+        options: LinkOptions,
+        tls_name: str = "",
+        trace: Trace | None = None,
     ) -> None:
-        self.name, self.host, self.port = name, host, port
+        self.name, self.host, self.port, self.tls_name = name, host, port, tls_name or host
         self.local, self.options, self.trace = local, options, trace
         self.state: PeerState = "connecting"
         self.reason = "not connected yet"
         self.on_state: Callable[[PeerClient], None] | None = None
         self.on_fault: Callable[[PeerClient, str], None] | None = None
         """Told the code whenever a link closes since the protocol was broken or bytes were damaged on it."""
+        self.on_refused: Callable[[PeerClient, str], None] | None = None
+        """Told the code whenever this end or the peer refuses the other for good reasons."""
         config = connection_config(local, options)
-        self._session = ClientSession(config.ack, local.info.layout, options.credit_bytes)
+        is_sealed = local.security.mode == "tls"
+        self._session = ClientSession(config.ack, local.info.layout, options.credit_bytes, is_sealed=is_sealed)
         self._dialer = Dialer(host, port, config, options, self)
+        self._dialer.tls = self._make_tls()
         self._codecs = CodecPool(options.codec_threads)
         self._prefills: dict[int, RemotePrefill] = {}
         self._runner: asyncio.Task[None] | None = None
@@ -87,16 +103,31 @@ class PeerClient:
         return self._runner is not None or self.state != "connecting"
 
     @property
+    def certificate(self) -> CertificateFacts | None:
+        """The peer's, while there is a control link with TLS."""
+        return self._dialer.control.certificate if self._dialer.control is not None else None
+
+    @property
     def num_streams(self) -> int:
         """Prefills under way at this peer."""
         return len(self._prefills)
 
     async def start(self) -> None:
         """Begin to connect; returns at once."""
-        if self.local.key is None and not is_loopback(self.host):
-            self._set("incompatible", f"{self.host} is not loopback and there is no shared key (security.key_file)")
+        if self.local.security.mode == "none" and not is_loopback(self.host):
+            why = "there is neither a shared key (security.key_file) nor TLS (security.mode)"
+            self._set("incompatible", f"{self.host} is not loopback and {why}")
             return
         self._runner = asyncio.create_task(self._dialer.run(), name=f"peer {self.name}")
+
+    def set_security(self, security: Security) -> None:
+        """New connections take these keys or certificates; those that are up stay. The mode stays, or "none" ends."""
+        self.local = replace(self.local, security=security)
+        self._dialer.config, self._dialer.tls = connection_config(self.local, self.options), self._make_tls()
+
+    def _make_tls(self) -> Callable[[], TlsChannel] | None:
+        end = self.local.security.tls
+        return None if end is None else lambda: TlsChannel(end, self.tls_name)
 
     async def close(self) -> None:
         """Cancel all prefills, tell the peer that we leave, close the links."""
@@ -162,6 +193,7 @@ class PeerClient:
             "num_data_links": self._dialer.num_data_links,
             "num_streams": self.num_streams,
             "num_sessions": self._num_sessions,
+            **security_facts(self.local.security.mode, control),
             "rtt_s": control.connection.rtt_s if control else None,
             "bytes_in": self._dialer.bytes_in + sum(link.connection.bytes_in for link in self._links()),
             "bytes_out": self._dialer.bytes_out + sum(link.bytes_out for link in self._links()),
@@ -207,6 +239,8 @@ class PeerClient:
             self._session.fail_all(LinkLost(f"peer {self.name}: {failure.error}"))
         if failure.code in FAULT_CODES:
             self._count_fault(at, failure)
+        if failure.code in INCOMPATIBLE_CODES and self.on_refused is not None:
+            self.on_refused(self, failure.code)
         if not failure.is_refused:
             self._refused_at = None
         elif self._refused_at is None:
@@ -241,7 +275,9 @@ class PeerClient:
         """A complete frame. Raises RemoteProtocolError."""
         message = event.message
         if isinstance(message, Piece):
-            if isinstance(event.payload, Target):
+            if isinstance(event.payload, Unopened):
+                self._open(link, event.stream_id, message, event.payload)
+            elif isinstance(event.payload, Target):
                 self._session.piece_arrived(event.stream_id, message, event.payload, now())
         elif isinstance(message, Drain):
             self._is_draining = message.is_draining
@@ -257,6 +293,16 @@ class PeerClient:
         return self._session.open_piece(link.index, stream_id, piece, num_bytes)
 
     # ---- inside
+
+    def _open(self, link: Link, stream_id: int, piece: Piece, unopened: Unopened) -> None:
+        """A sealed payload. Raises SealBroken when it is small enough to be opened at once, and does not open."""
+        prefill = self._prefills.get(stream_id)
+        if prefill is None or unopened.target.is_discarded:
+            return
+        if len(unopened.sealed) <= INLINE_BYTES:
+            self._session.piece_arrived(stream_id, piece, unopened.target, now(), unopened.run())
+        else:
+            prefill.open_piece(link, piece, unopened)
 
     def _flush(self) -> None:
         control = self._dialer.control

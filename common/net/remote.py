@@ -6,16 +6,25 @@ Made by PeerClient.prefill. Knows the sink and the codec threads; the rules are 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 
 from common.backend import StateSink
-from common.errors import ChecksumMismatch, PdError, RemoteProtocolError, TransferIncomplete, TransferTimeout
-from common.net.codecs import CodecPool
-from common.net.link import now
+from common.errors import (
+    ChecksumMismatch,
+    PdError,
+    RemoteProtocolError,
+    SealBroken,
+    TransferIncomplete,
+    TransferTimeout,
+)
+from common.net.codecs import CodecPool, Verification
+from common.net.link import Link, now
 from common.net.options import Trace, TransferProgress, TransferReport
 from common.wire.codec import element_runs
+from common.wire.framing import Unopened
 from common.wire.incoming import InSegment, ReceiveStream
+from common.wire.messages import Piece
 from common.wire.session import ClientSession
 
 
@@ -101,9 +110,16 @@ class RemotePrefill:
         if deadline_s is not None:
             self._deadline = self._loop.call_later(deadline_s, self._on_deadline, deadline_s)
 
+    def open_piece(self, link: Link, piece: Piece, unopened: Unopened) -> None:
+        """Open a piece of a sealed link; it counts when its tag was right."""
+        self._spawn(self._open(link, piece, unopened))
+
     def segment_arrived(self, segment: InSegment) -> None:
         """Verify and decode; acknowledges when done."""
-        task = self._loop.create_task(self._land(segment))
+        self._spawn(self._land(segment))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
 
@@ -114,6 +130,20 @@ class RemotePrefill:
         if not self._tasks:
             self._closed.set()
 
+    async def _open(self, link: Link, piece: Piece, unopened: Unopened) -> None:
+        link.hold(len(unopened.sealed))
+        try:
+            if self._stream.is_over:
+                return
+            opened = await self._codecs.open(unopened)
+        except SealBroken as e:
+            link.fail(e)
+            return
+        finally:
+            link.release(len(unopened.sealed))
+        self._session.piece_arrived(self._stream.stream_id, piece, unopened.target, now(), opened)
+        self.flush()
+
     async def _land(self, segment: InSegment) -> None:
         stream, head = self._stream, segment.head
         if not stream.wants(segment):
@@ -121,11 +151,8 @@ class RemotePrefill:
         runs = element_runs(stream.layout, head.start, head.stop, head.layers)
         try:
             await self._codecs.verify(
-                head.codec,
-                head.digest,
-                segment.views,
+                Verification(head.codec, head.digest, tuple(segment.views), segment.is_apart, runs),
                 lambda: self._sink.buffers(head.start, head.stop, head.layers),
-                runs,
             )
         except (ChecksumMismatch, RemoteProtocolError) as e:
             if stream.wants(segment):

@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from common.errors import LinkLost, StartupError, UnknownFrame
+from common.errors import AuthFailed, LinkLost, StartupError, TlsFailed, UnknownFrame
 from common.hosts import is_loopback
 from common.net.codecs import CodecPool
 from common.net.ends import connection_config
 from common.net.link import Link
-from common.net.options import LinkOptions, LocalEnd, PeerId, RemoteRequest, Trace
+from common.net.options import LinkOptions, LocalEnd, PeerId, RemoteRequest, Security, Trace
 from common.net.server_peer import Handler, ServerPeer
 from common.net.server_stream import ServerStream
+from common.net.tls import CertificateFacts, TlsChannel
 from common.wire.connection import Closed, Connection, Received
 from common.wire.frames import Target
 from common.wire.handshake import Handshake
@@ -80,6 +82,12 @@ class PrefillServer:
         return sum(peer.control is not None for peer in self._peers.values())
 
     @property
+    def certificates(self) -> dict[str, float]:
+        """When the certificates of connected clients expire (Unix seconds), by their first name."""
+        links = (peer.control for peer in self._peers.values() if peer.control is not None)
+        return {found.name: found.expires_at for link in links if (found := link.certificate) is not None}
+
+    @property
     def num_links(self) -> int:
         """Open links of all sessions, control and data."""
         return sum(len(peer.links) for peer in self._peers.values())
@@ -94,10 +102,11 @@ class PrefillServer:
         """Bind and listen.
 
         Raises:
-            StartupError: the address is in use or not ours, or is not loopback while there is no shared key.
+            StartupError: the address is in use or not ours, or is not loopback while there is neither key nor TLS.
         """
-        if self.local.key is None and not is_loopback(host):
-            raise StartupError(f"listen.host {host!r} is not loopback: a shared key (security.key_file) is needed")
+        if self.local.security.mode == "none" and not is_loopback(host):
+            why = "a shared key (security.key_file) or TLS (security.mode) is needed"
+            raise StartupError(f"listen.host {host!r} is not loopback: {why}")
         try:
             loop = asyncio.get_running_loop()
             self._server = await loop.create_server(self._new_link, host, port, backlog=256)
@@ -122,7 +131,19 @@ class PrefillServer:
         for peer in self._peers.values():
             peer.set_draining(is_draining)
 
+    def set_security(self, security: Security) -> None:
+        """New connections take these keys or certificates; those that are up stay. The mode stays, or "none" ends."""
+        self.local = replace(self.local, security=security)
+        self._config = connection_config(self.local, self.options)
+
     # ---- LinkOwner
+
+    def link_secured(self, link: Link, certificate: CertificateFacts) -> None:
+        """A client's certificate was verified: is it one of those that may? Raises AuthFailed."""
+        allowed = self.local.security.allowed_names
+        if allowed and not certificate.has_name(allowed):
+            names = ", ".join(certificate.names)[:200] or "no name"
+            raise AuthFailed(f"the certificate of this decoded ({names}) has none of prefilld's security.allowed_names")
 
     def link_opened(self, link: Link, peer: HelloAck | None) -> None:
         """A handshake is done."""
@@ -175,17 +196,24 @@ class PrefillServer:
     # ---- inside
 
     def _new_link(self) -> Link:
-        link = Link(self, self._make)
+        end = self.local.security.tls
+        make_tls = None if end is None else lambda: TlsChannel(end, None)
+        link = Link(self, self._make, tls=make_tls, is_tls_optional=True, codecs=self._codecs)
         self._early.add(link)
         return link
 
     def _make(self, link: Link, now: float) -> Connection:
-        handshake = Handshake.server(self._config, secrets.token_bytes(32), self._find_key)
+        nonce, secret = secrets.token_bytes(32), secrets.token_bytes(32)
+        handshake = Handshake.server(self._config, nonce, secret, self._find_key)
         connection = Connection(self._config, handshake, now, _no_piece)
         host = link.address.rsplit(":", 1)[0]
         if len(self._early) > _MAX_EARLY_LINKS:
-            connection.fail(LinkLost(f"more than {_MAX_EARLY_LINKS} connections have not finished their handshake"))
-        elif self.local.key is None and not is_loopback(host):
+            why = f"more than {_MAX_EARLY_LINKS} connections have not finished their handshake"
+            if self.local.security.mode == "tls":
+                connection.lose(TlsFailed(why, "failed"))  # words in the clear would be taken for another mode
+            else:
+                connection.fail(LinkLost(why))
+        elif self.local.security.mode == "none" and not is_loopback(host):
             connection.fail(LinkLost("this prefilld has no shared key and takes loopback connections only"))
         return connection
 

@@ -15,7 +15,7 @@ from math import isfinite
 from common.errors import LinkLost, PdError, PeerEngineFailed, PeerError
 from common.layout import StateLayout
 from common.net.codecs import CodecPool
-from common.net.link import Link, delivery_bps, now
+from common.net.link import Link, delivery_bps, now, security_facts
 from common.net.options import PeerId, Trace
 from common.net.server_stream import ServerStream, StreamPort
 from common.net.tcpinfo import tcp_info
@@ -206,6 +206,7 @@ class ServerPeer:
             "num_links": len(self.links),
             "num_streams": len(self._streams),
             "staged_bytes": sum(s.staged_bytes for s in self._streams),
+            **security_facts(control.connection.config.mode if control else "", control),
             "rtt_s": control.connection.rtt_s if control else None,
             "bytes_in": num_in,
             "bytes_out": num_out,

@@ -24,8 +24,15 @@ def link_mac(key: bytes, role: str, session: bytes, link: int, client_hello: byt
     return hmac.digest(key, text + _sized(client_hello) + _sized(server_hello), hashlib.sha256)
 
 
+def key_id(key: bytes) -> bytes:
+    """Eight bytes by which both ends find the key that they have in common; they tell nothing else about it."""
+    return hmac.digest(key, b"prfaas key id 1", hashlib.sha256)[:8]
+
+
 def session_key(key: bytes, session: bytes, client_hello: bytes, server_hello: bytes) -> bytes:
-    """The key of a session's data links, bound to its control link's Hellos."""
+    """The key of a session's data links, bound to its control link's Hellos. `key` is the shared key, or with TLS the
+    client's secret followed by the server's.
+    """
     text = b"prfaas session 1\0" + session
     return hmac.digest(key, text + _sized(client_hello) + _sized(server_hello), hashlib.sha256)
 

@@ -176,6 +176,24 @@ class Codec:
         return np.frombuffer(plain, np.uint8)
 
 
+def place(parts: Sequence[memoryview], out: Sequence[memoryview]) -> None:
+    """Copy the bytes of `parts`, one after another, into the writable buffers.
+
+    Raises:
+        LocalProtocolError: they do not hold the same number of bytes.
+    """
+    views = [_flat(b) for b in out]
+    if sum(map(len, parts)) != sum(map(len, views)):
+        raise LocalProtocolError(f"the sink's buffers hold {sum(map(len, views))} bytes, not {sum(map(len, parts))}")
+    cursor = _Cursor(views)
+    for part in parts:
+        done = 0
+        for view in cursor.take(len(part), 1):
+            # Not a slice assignment, which would hold the GIL.
+            np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(part[done : done + len(view)], np.uint8))
+            done += len(view)
+
+
 class _Cursor:
     """Walks over buffers as if they were one."""
 

@@ -1,9 +1,10 @@
 """One link's protocol state without I/O: bytes in through get_buffer / buffer_updated, events and bytes to send out.
 
-Payload bytes go straight into the views that `open_piece` names. Knows the handshake, heartbeats and which frame may
-come when; knows nothing of streams, sockets or clocks (`now` is monotonic seconds). After any input the caller takes
-`events()` and `data_to_send()` and arms one timer at `next_timer()`. Wrong bytes never raise: they end in an Error
-frame and a Closed event.
+Payload bytes go straight into the views that `open_piece` names; on a sealed link into memory of their own, to be
+opened by whoever gets the Unopened. Knows the handshake, heartbeats and which frame may come when; knows nothing of
+streams, sockets or clocks (`now` is monotonic seconds). After any input the caller takes `events()` and
+`data_to_send()` and arms one timer at `next_timer()`. Wrong bytes never raise: they end in an Error frame and a Closed
+event.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from common.errors import (
     PdError,
     PeerError,
     RemoteProtocolError,
+    TlsFailed,
     UnknownFrame,
     VersionMismatch,
 )
@@ -33,10 +35,10 @@ from common.wire.frames import (
     FrameHead,
     FrameType,
     Target,
-    check_header,
     pack_head,
     parse_head,
 )
+from common.wire.framing import ClearFraming, Framing, Out, SealedFraming, Unopened
 from common.wire.handshake import ConnectionConfig, Handshake
 from common.wire.messages import (
     Auth,
@@ -54,7 +56,7 @@ from common.wire.messages import (
 )
 from common.wire.tables import CONNECTION, Conn
 
-FAULT_CODES = frozenset({"protocol", "too_large", "unknown_frame", "bad_message", "checksum"})
+FAULT_CODES = frozenset({"protocol", "too_large", "unknown_frame", "bad_message", "checksum", "seal"})
 _READ_BYTES = 4096
 _SILENT_HEARTBEATS = 2.5
 
@@ -66,13 +68,16 @@ class Opened:
     peer: HelloAck | None
 
 
+Payload = bytearray | Target | Unopened | None
+
+
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One complete frame: `payload` holds Prefill's tokens, or is the filled Target of a Piece."""
+    """One complete frame: `payload` holds Prefill's tokens, or is the filled Target of a Piece, or still sealed."""
 
     stream_id: int
     message: Message
-    payload: bytearray | Target | None
+    payload: Payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +114,10 @@ class Connection:
         self._target: Target | None = None
         self._waiting: Message | None = None
         self._tokens: bytearray | None = None
+        self._unopened: Unopened | None = None
+        self._framing: Framing = ClearFraming()
         self._events: list[Event] = []
-        self._out: list[bytes | memoryview] = list(handshake.frames())
+        self._out: list[Out] = list(handshake.frames())
         self._deadline = now + config.handshake_timeout_s
         self._heard_at = self._ping_at = now
         self._ping_no = 0
@@ -139,7 +146,7 @@ class Connection:
             return NOWHERE
         if self._target is not None:
             return self._target.get_buffer()
-        need = FRAME_BYTES if self._head is None else self._head.header_bytes
+        need = FRAME_BYTES if self._head is None else self._head.header_bytes + self._framing.extra_bytes
         stop = max(self._begin + need, min(self._end + _READ_BYTES, len(self._inbox)))
         return self._inbox[self._end : stop]
 
@@ -181,7 +188,7 @@ class Connection:
         events, self._events = self._events, []
         return events
 
-    def data_to_send(self) -> list[bytes | memoryview]:
+    def data_to_send(self) -> list[Out]:
         """What must be written since the last call, in order."""
         out, self._out = self._out, []
         return out
@@ -194,21 +201,34 @@ class Connection:
             return
         if not self.is_open:
             raise LocalProtocolError(f"{message.type.name} before the handshake is done")
-        self._out.append(encode_frame(message, stream_id, num_bytes))
-        self._out.extend(payload)
+        if not self._framing.has_room(num_bytes):
+            self.fail(LinkLost("this link's key was used for as long as it may be: the link is made anew"))
+            return
+        self._out += self._framing.encode(message, stream_id, payload, num_bytes)
 
     def fail(self, error: PdError) -> None:
         """End the link with an Error frame that says why."""
         if self.state is not Conn.CLOSED:
             code = error.wire_code if isinstance(error, RemoteProtocolError | PeerError) else error.code
-            self._out.append(encode_frame(Error(code, str(error).encode()[:1000].decode(errors="ignore"), None)))
+            self._say(Error(code, str(error).encode()[:1000].decode(errors="ignore"), None))
             self._close(error, code, is_remote=False)
 
     def leave(self, message: str) -> None:
         """End the link for good: the peer drops our streams without waiting for a lease."""
         if self.state is not Conn.CLOSED:
-            self._out.append(encode_frame(Error("closing", message, None)))
+            self._say(Error("closing", message, None))
             self._close(LinkLost(message), "closing", is_remote=False)
+
+    def lose(self, error: TlsFailed) -> None:
+        """TLS below us failed: the link ends without a word of ours, which would not arrive, or in the clear."""
+        if self.state is not Conn.CLOSED:
+            self._out.clear()
+            # What was good enough for a handshake was damaged later.
+            code = "seal" if self.is_open else f"tls_{error.kind}"
+            self._close(error, code, is_remote=error.kind == "refused")
+
+    def _say(self, error: Error) -> None:
+        self._out += self._framing.encode(error, 0, (), 0)
 
     # ---- time
 
@@ -263,14 +283,14 @@ class Connection:
             self._begin += FRAME_BYTES
             self._check_frame(self._head)
             return True
-        if have < self._head.header_bytes:
+        num_bytes = self._head.header_bytes + self._framing.extra_bytes
+        if have < num_bytes:
             return self._compact()
-        header = self._inbox[self._begin : self._begin + self._head.header_bytes]
-        check_header(self._head, header)
+        header = self._framing.open_header(self._head, self._inbox[self._begin : self._begin + num_bytes])
         message = decode_message(self._head, header)
         if isinstance(message, Hello):
-            self.handshake.peer_hello = pack_head(self._head) + header
-        self._begin += self._head.header_bytes
+            self.handshake.peer_hello = pack_head(self._head) + bytes(header)
+        self._begin += num_bytes
         self._start_payload(self._head, message, now)
         return True
 
@@ -295,7 +315,7 @@ class Connection:
         table = CONNECTION[self.config.role, "data" if self.link else "control"]
         if head.type not in table[self.state]:
             raise UnknownFrame(f"{head.type.name} is not allowed in state {self.state.name} of link {self.link}")
-        most = len(self._inbox) - FRAME_BYTES
+        most = len(self._inbox) - FRAME_BYTES - self._framing.extra_bytes
         if head.header_bytes > most:
             raise FrameTooLarge(f"{head.type.name}: header of {head.header_bytes} bytes exceeds {most}")
         ack = self.config.ack
@@ -305,7 +325,8 @@ class Connection:
 
     def _start_payload(self, head: FrameHead, message: Message, now: float) -> None:
         if isinstance(message, Piece):
-            self._target = self.open_piece(head.stream_id, message, head.payload_bytes)
+            target = self.open_piece(head.stream_id, message, head.payload_bytes)
+            self._target, self._unopened = self._framing.receive_into(head, target)
         elif isinstance(message, Prefill):
             if head.payload_bytes != 4 * message.num_tokens:
                 raise BadMessage(f"PREFILL: {message.num_tokens} tokens in a payload of {head.payload_bytes} bytes")
@@ -326,13 +347,13 @@ class Connection:
         if target.num_left:
             return self._compact()
         head, message = self._head, self._waiting
-        payload = target if self._tokens is None else self._tokens
-        self._target = self._tokens = self._waiting = None
+        payload = self._unopened or (target if self._tokens is None else self._tokens)
+        self._target = self._tokens = self._waiting = self._unopened = None
         if head is not None and message is not None:
             self._finish_frame(head, message, payload, now)
         return True
 
-    def _finish_frame(self, head: FrameHead, message: Message, payload: bytearray | Target | None, now: float) -> None:
+    def _finish_frame(self, head: FrameHead, message: Message, payload: Payload, now: float) -> None:
         self._head = None
         table = CONNECTION[self.config.role, "data" if self.link else "control"]
         following = table[self.state][head.type]
@@ -368,18 +389,20 @@ class Connection:
     def _on_auth(self, auth: Auth) -> None:
         self.handshake.on_auth(auth)
         self._out += self.handshake.frames()
+        if self.handshake.is_sealed:
+            self._framing = SealedFraming(*self.handshake.seal_keys())
         left = bytes(self._inbox[self._begin : self._end])
-        self._inbox = memoryview(bytearray(FRAME_BYTES + MAX_HEADER_BYTES))
+        self._inbox = memoryview(bytearray(FRAME_BYTES + MAX_HEADER_BYTES + self._framing.extra_bytes))
         self._inbox[: len(left)] = left
         self._begin, self._end = 0, len(left)
         if self.link:
             self._open(None)
         else:
-            self._out.append(encode_frame(self.config.ack))
+            self._out.append(encode_frame(self.handshake.own_ack()))
 
     def _on_ack(self, ack: HelloAck) -> None:
         check_identity(self.config.ack, ack, require_same_numerics=self.config.require_same_numerics)
-        self._open(ack)
+        self._open(self.handshake.on_ack(ack))
 
     def _open(self, peer: HelloAck | None) -> None:
         self.peer = peer

@@ -108,6 +108,13 @@ def number(value: object) -> str:
     return "" if _is_number(value) else "must be a finite number"
 
 
-def role(value: object) -> str:
-    """ "decode" or "prefill"."""
-    return "" if value in ("decode", "prefill") else 'must be "decode" or "prefill"'
+def maybe_blob(exact: int) -> Check:
+    """nil or exactly so many bytes."""
+    check = blob(exact)
+    return lambda value: "" if value is None else check(value)
+
+
+def one_of(*allowed: str) -> Check:
+    """One of these texts."""
+    wrong = f"must be one of {', '.join(allowed)}"
+    return lambda value: "" if isinstance(value, str) and value in allowed else wrong

@@ -17,13 +17,15 @@ from typing import NamedTuple
 from common.errors import BadMagic, BadMessage, ChecksumMismatch, UnknownFrame, VersionMismatch
 
 MAGIC = b"PF"
-VERSION = 2
+VERSION = 3
 FRAME_BYTES = 24
 MAX_HEADER_BYTES = 16384
 MAX_EARLY_HEADER_BYTES = 512
 MIN_PIECE_BYTES = 4096
 _FRAME = struct.Struct(">2sBBHHIIII")
 _CHECKED_BYTES = FRAME_BYTES - 4
+_TLS = (b"\x15\x03", b"\x16\x03")
+"""How an alert and a ClientHello begin."""
 
 
 class FrameType(IntEnum):
@@ -84,7 +86,8 @@ def parse_head(data: bytes | bytearray | memoryview) -> FrameHead:
         memoryview(data)[:FRAME_BYTES]
     )
     if magic != MAGIC:
-        raise BadMagic(f"the peer's bytes {bytes(magic).hex()} are not the start of a frame ({MAGIC.hex()})")
+        why = "; they are TLS, which this end does not speak here: compare security.mode" if magic in _TLS else ""
+        raise BadMagic(f"the peer's bytes {bytes(magic).hex()} are not the start of a frame ({MAGIC.hex()}){why}")
     if version != VERSION:
         raise VersionMismatch(f"the peer speaks protocol version {version}, this end version {VERSION}")
     if checksum(memoryview(data)[:_CHECKED_BYTES]) != check:

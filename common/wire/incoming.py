@@ -26,12 +26,15 @@ _MAX_LANDED = 2048
 
 @dataclass(slots=True)
 class InSegment:
-    """A segment while it arrives. `views` hold its encoded bytes: the sink's own memory for raw, staging else."""
+    """A segment while it arrives. `views` hold its encoded bytes: the sink's own memory for raw, staging else, and
+    over sealed links the opened pieces, none of which is in the sink's memory before all were verified (`is_apart`).
+    """
 
     head: Piece
-    views: tuple[memoryview, ...]
+    views: list[memoryview]
     have: bytearray
     num_left: int
+    is_apart: bool = False
     flying: dict[int, Target] = field(default_factory=dict)
     is_landed: bool = False
 
@@ -63,10 +66,11 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """What one stream may not pass, from the negotiation."""
+    """What one stream may not pass, from the negotiation. `is_sealed`: its pieces come sealed, each to be opened."""
 
     max_piece_bytes: int
     max_segment_bytes: int
+    is_sealed: bool = False
 
 
 class ReceiveStream:
@@ -136,16 +140,23 @@ class ReceiveStream:
             return discarding(num_bytes)
         if (earlier := segment.flying.get(index)) is not None:
             earlier.discard()
-        views = _slices(segment.views, piece.offset, num_bytes)
+        views = [] if segment.is_apart else _slices(segment.views, piece.offset, num_bytes)
         target = segment.flying[index] = Target(views, num_bytes, PieceContext(self, segment, index, link))
         return target
 
-    def piece_arrived(self, target: Target, now: float) -> None:
-        """A target is full; when that was the last of its segment's pieces, `take_whole` gives the segment."""
+    def piece_arrived(self, target: Target, now: float, opened: bytes | None = None) -> None:
+        """A target is full; when that was the last of its segment's pieces, `take_whole` gives the segment.
+
+        `opened` is the piece where it came sealed: it stays where it is until the whole segment is verified.
+        """
         context = target.context
         if target.is_discarded or not isinstance(context, PieceContext) or self.is_over:
             return
         segment = context.segment
+        if segment.is_apart and target.num_bytes:
+            if opened is None or len(opened) != target.num_bytes:
+                raise LocalProtocolError(f"a sealed piece of {target.num_bytes} bytes was not opened")
+            segment.views[context.index] = memoryview(opened)
         segment.flying.pop(context.index, None)
         segment.have[context.index] = 1
         segment.num_left -= 1
@@ -184,7 +195,7 @@ class ReceiveStream:
         """The segment was verified and is in place; the end may be reached. False when it is of no use any more."""
         if not self.wants(segment):
             return False
-        segment.is_landed, segment.views = True, ()
+        segment.is_landed, segment.views = True, []
         self.num_landed += 1
         self.landed_bytes += segment.head.encoded
         self.raw_bytes += segment.head.raw
@@ -306,7 +317,7 @@ class ReceiveStream:
         self.error = error
         self.link_lost(None)
         for segment in self._segments.values():
-            segment.views = ()
+            segment.views = []
 
     def _check_progress(self) -> None:
         while self._unverified and self._unverified[0].num_segments < len(self._chain):
@@ -355,17 +366,20 @@ class ReceiveStream:
             )
 
     def _reserve(self, head: Piece) -> InSegment:
-        if head.codec == "raw":
-            views = self.sink_buffers(head.start, head.stop, head.layers)
-            views = tuple(v if v.format == "B" and v.ndim == 1 else v.cast("B") for v in views)
+        num_pieces = max(1, -(-head.encoded // head.piece))
+        if self.limits.is_sealed:
+            views = [memoryview(b"")] * num_pieces
+        elif head.codec == "raw":
+            sink = self.sink_buffers(head.start, head.stop, head.layers)
+            views = [v if v.format == "B" and v.ndim == 1 else v.cast("B") for v in sink]
         else:
-            views = (memoryview(bytearray(head.encoded)),)
-        if sum(len(v) for v in views) != head.encoded:
+            views = [memoryview(bytearray(head.encoded))]
+        if not self.limits.is_sealed and sum(len(v) for v in views) != head.encoded:
             raise LocalProtocolError(f"the sink's buffers for segment {head.no} do not hold {head.encoded} bytes")
         self._coverage.claim(head)
         self._claimed_bytes += head.encoded
-        num_pieces = max(1, -(-head.encoded // head.piece))
-        segment = self._segments[head.no] = InSegment(head, views, bytearray(num_pieces), num_pieces)
+        segment = InSegment(head, views, bytearray(num_pieces), num_pieces, self.limits.is_sealed)
+        self._segments[head.no] = segment
         return segment
 
     def _step(self, given: Input) -> None:
@@ -389,7 +403,7 @@ def _check_cut(piece: Piece, num_bytes: int) -> int:
     return piece.offset // piece.piece
 
 
-def _slices(views: tuple[memoryview, ...], offset: int, num_bytes: int) -> list[memoryview]:
+def _slices(views: list[memoryview], offset: int, num_bytes: int) -> list[memoryview]:
     """Bytes [offset, offset + num_bytes) of the views, as views."""
     ends = list(accumulate(len(v) for v in views))
     index, out = bisect_right(ends, offset), []

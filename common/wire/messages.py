@@ -6,7 +6,7 @@ machine: whether a message may come now is the business of the tables.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, get_type_hints
 
 import msgpack
@@ -21,9 +21,10 @@ from common.wire.fields import (
     integer,
     list_of,
     map_of,
+    maybe_blob,
     maybe_duration,
     number,
-    role,
+    one_of,
     text,
     uint,
 )
@@ -42,14 +43,18 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Hello(Message):
-    """First frame of each end on each link; says nothing about who it is."""
+    """First frame of each end on each link; says nothing about who it is.
+
+    `keys` on a control link of mode "key": digests of the shared keys, the client's all, then the server's choice.
+    """
 
     type: ClassVar[FrameType] = FrameType.HELLO
-    role: Annotated[str, role]
+    role: Annotated[str, one_of("decode", "prefill")]
     nonce: Annotated[bytes, blob(32)]
     session: Annotated[bytes, blob(16)]
     link: Annotated[int, uint(255)]
-    is_keyed: Annotated[bool, flag]
+    mode: Annotated[str, one_of("none", "key", "tls")]
+    keys: Annotated[tuple[bytes, ...], list_of(blob(8), 0, 2)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,10 @@ class Auth(Message):
 
 @dataclass(frozen=True, slots=True)
 class HelloAck(Message):
-    """Identity, numerics, codecs and limits of one end; only after both macs were right."""
+    """Identity, numerics, codecs and limits of one end; only after both macs were right.
+
+    `secret` is this end's half of the session's secret, fresh for every session, and only there within TLS.
+    """
 
     type: ClassVar[FrameType] = FrameType.HELLO_ACK
     name: Annotated[str, text(64)]
@@ -81,6 +89,7 @@ class HelloAck(Message):
     max_streams: Annotated[int, integer(1, _U31)]
     heartbeat_s: Annotated[float, duration]
     lease_s: Annotated[float, duration]
+    secret: Annotated[bytes | None, maybe_blob(32)] = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,12 +298,17 @@ def encode_frame(message: Message, stream_id: int = 0, payload_bytes: int = 0) -
     Raises:
         FrameTooLarge: the header passes 16 KiB (a bug of the caller's).
     """
+    header = encode_header(message)
+    return pack_head(FrameHead(message.type, stream_id, len(header), payload_bytes, checksum(header))) + header
+
+
+def encode_header(message: Message) -> bytes:
+    """The msgpack header alone. Raises FrameTooLarge."""
     names = _CHECKS[type(message)]
     header: bytes = msgpack.packb({name: getattr(message, name) for name in names}, use_bin_type=True)
     if len(header) > MAX_HEADER_BYTES:
         raise FrameTooLarge(f"{message.type.name}: header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}")
-    head = FrameHead(message.type, stream_id, len(header), payload_bytes, checksum(header))
-    return pack_head(head) + header
+    return header
 
 
 def check_outgoing(message: Message) -> None:

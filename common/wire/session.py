@@ -127,11 +127,11 @@ class Session:
 
 
 class ClientSession(Session):
-    """decoded's streams at one peer process."""
+    """decoded's streams at one peer process. `is_sealed`: its pieces come over sealed links."""
 
-    def __init__(self, ours: HelloAck, layout: StateLayout, credit_bytes: int) -> None:
+    def __init__(self, ours: HelloAck, layout: StateLayout, credit_bytes: int, *, is_sealed: bool = False) -> None:
         super().__init__(ours)
-        self.layout, self.credit_bytes = layout, credit_bytes
+        self.layout, self.credit_bytes, self.is_sealed = layout, credit_bytes, is_sealed
         self.streams: dict[int, ReceiveStream] = {}
         self._credit = CreditPool(credit_bytes, ours.max_segment_bytes)
 
@@ -203,6 +203,7 @@ class ClientSession(Session):
         limits = StreamLimits(
             min(self.ours.max_piece_bytes, peer.max_piece_bytes),
             min(self.ours.max_segment_bytes, peer.max_segment_bytes),
+            self.is_sealed,
         )
         stream = ReceiveStream(self._last_id, prefill, tokens, self.layout, limits, sink_buffers)
         self.streams[stream.stream_id] = stream
@@ -226,14 +227,16 @@ class ClientSession(Session):
         with self._lies_end(stream):
             return stream.open_piece(piece, num_bytes, link)
 
-    def piece_arrived(self, stream_id: int, piece: Piece, target: Target, now: float) -> None:
-        """A Piece's payload is complete."""
+    def piece_arrived(
+        self, stream_id: int, piece: Piece, target: Target, now: float, opened: bytes | None = None
+    ) -> None:
+        """A Piece's payload is complete; `opened` is what it holds, where it came sealed."""
         stream = self.streams.get(stream_id)
         if stream is None:
             return
         if isinstance(target.context, PieceContext) and target.context.stream is not stream:
             return
-        stream.piece_arrived(target, now)
+        stream.piece_arrived(target, now, opened)
         self._arrived(stream)
         if stream.was_landed(target, piece):
             self._say(stream, Ack((piece.no,), stream.limit, False))

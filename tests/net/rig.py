@@ -17,7 +17,7 @@ import uvloop
 
 from common.backend import ComputedSegment
 from common.layout import ModelInfo, StateLayout, StateSpec, TensorSpec
-from common.net.options import LinkOptions, LocalEnd, RemoteRequest
+from common.net.options import LinkOptions, LocalEnd, RemoteRequest, Security
 from common.net.pool import PeerClient, RemotePrefill
 from common.net.server import PrefillServer, ServerStream
 from tests.wire.kit import Sink, cut
@@ -57,9 +57,12 @@ def model_info(layout: StateLayout = WIDE, **changes: Any) -> ModelInfo:
     return replace(info, **changes)
 
 
-def end(role: str, instance: str = "", info: ModelInfo | None = None, **changes: Any) -> LocalEnd:
-    base = LocalEnd(role, "p" if role == "prefill" else "d", instance or f"{role}-1", info or model_info(), KEY)
-    return replace(base, **changes)
+def end(
+    role: str, instance: str = "", info: ModelInfo | None = None, *, key: bytes | None = KEY, **changes: Any
+) -> LocalEnd:
+    security = Security() if key is None else Security("key", (key,))
+    name = "p" if role == "prefill" else "d"
+    return replace(LocalEnd(role, name, instance or f"{role}-1", info or model_info(), security), **changes)
 
 
 class State:
@@ -206,17 +209,22 @@ class Rig:
         server_end: LocalEnd | None = None,
         client_end: LocalEnd | None = None,
         server_options: LinkOptions | None = None,
+        tls_name: str = "",
     ) -> Rig:
         self.server = await self.start_server(server_end, server_options)
         port = self.server.port
         if proxy:
             self.proxy = Proxy(port)
             port = await self.proxy.start()
+        await self.start_client(client_end, port, tls_name=tls_name)
+        return self
+
+    async def start_client(self, client_end: LocalEnd | None, port: int, *, tls_name: str = "") -> None:
         client_end = client_end or end("decode", info=self.info)
-        self.client = PeerClient("peer", "127.0.0.1", port, local=client_end, options=self.options)
+        options = self.options
+        self.client = PeerClient("peer", "127.0.0.1", port, local=client_end, options=options, tls_name=tls_name)
         self.client.on_state = lambda client: self._changed.set()
         await self.client.start()
-        return self
 
     async def start_server(self, server_end: LocalEnd | None = None, options: LinkOptions | None = None, port: int = 0):
         server_end = server_end or end("prefill", info=self.info)

@@ -17,6 +17,7 @@ from common.net.options import LinkOptions
 from common.net.pool import PeerClient
 from common.net.server import PrefillServer
 from common.net.split import split_segment
+from common.wire.auth import key_id
 from common.wire.frames import FrameHead, FrameType, pack_head
 from common.wire.messages import Hello, encode_frame
 from tests.net.rig import FAST, KEY, WIDE, Rig, State, end, model_info, on_uvloop, rigged
@@ -151,7 +152,7 @@ async def test_smaller_limits_of_either_end_hold():
 @on_uvloop
 async def test_nothing_large_is_taken_before_the_proof():
     async with rigged() as rig:
-        hello = encode_frame(Hello("decode", b"n" * 32, b"s" * 16, 0, True))
+        hello = encode_frame(Hello("decode", b"n" * 32, b"s" * 16, 0, "key", (key_id(KEY),)))
         for data in (
             pack_head(FrameHead(FrameType.PREFILL, 1, 100, 4000)),
             pack_head(FrameHead(FrameType.HELLO, 0, 60000, 0)) + bytes(60000),

@@ -78,7 +78,15 @@ def problems(text: str, root: type[cfg.SharedConfig] = DecodeConfig, base: Path 
             "security.key_file: /none/key cannot be read: No such file or directory",
         ),
         ("[security]\nkey_file = '/'", "security.key_file: / is not a regular file"),
-        ("[security]\nmode = 'tls'", "security.mode: should be 'key' (got 'tls')"),
+        ("[security]\nmode = 'no'", "security.mode: should be 'key' or 'tls' (got 'no')"),
+        (
+            "[[peers]]\nname = 'a'\naddress='localhost:1'\ntls_name = 'b'",
+            'peers[0].tls_name: is not used with security.mode = "key": remove it (line 6)',
+        ),
+        (
+            "[[peers]]\nname = 'a'\naddress='localhost:1'\ntls_name = '*.b'",
+            "peers[0].tls_name: must be a host name or an IP address (got '*.b') (line 6)",
+        ),
         ("[http]\napi_key_file = '/none/keys'", "http.api_key_file: /none/keys cannot be read"),
         ('[control]\nsocket = "/tmp/a\\u0000b"', "control.socket: must not have a NUL byte: no file has such a name"),
         ("[drain]\ntimeout = '-1s'", "drain.timeout: '-1s' is not a duration"),

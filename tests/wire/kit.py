@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 from common.layout import StateLayout, StateSpec, TensorSpec
+from common.wire.auth import key_id
 from common.wire.codec import Codec, element_runs
 from common.wire.connection import Closed, Connection, Opened, Received
 from common.wire.digest import segment_digest
@@ -13,11 +14,13 @@ from common.wire.frames import Target
 from common.wire.handshake import ConnectionConfig, Handshake
 from common.wire.incoming import ReceiveStream
 from common.wire.messages import HelloAck, Piece, Prefill
+from common.wire.seal import SealJob
 from common.wire.serving import ServerSession
 from common.wire.session import ClientSession, SegmentArrived
 from common.wire.tokens import pack_tokens
 
 KEY = bytes(range(32))
+KEY_ID = key_id(KEY)
 SESSION = b"s" * 16
 VOCAB = 1000
 
@@ -61,8 +64,12 @@ def ack(role: str = "decode", **changes: object) -> HelloAck:
     return replace(base, **changes)
 
 
-def config(role: str, key: bytes | None = KEY, require_same_numerics: bool = False, **changes: object):
-    return ConnectionConfig(role, key, ack(role, **changes), require_same_numerics, 5.0)
+def config(
+    role: str, key: bytes | None = KEY, require_same_numerics: bool = False, *, keys=None, mode=None, **changes: object
+):
+    keys = keys or (() if key is None or mode == "tls" else (key,))
+    mode = mode or ("key" if keys else "none")
+    return ConnectionConfig(role, mode, keys, ack(role, **changes), require_same_numerics, 5.0)
 
 
 def no_piece(stream_id: int, piece: Piece, num_bytes: int) -> Target:
@@ -71,16 +78,20 @@ def no_piece(stream_id: int, piece: Piece, num_bytes: int) -> Target:
 
 def client(cfg=None, *, session=SESSION, link=0, data_key=None, nonce=b"c" * 32, now=0.0, open_piece=no_piece):
     cfg = cfg or config("decode")
-    return Connection(cfg, Handshake.client(cfg, nonce, session, link, data_key), now, open_piece)
+    handshake = Handshake.client(cfg, nonce, b"C" * 32, session, link, data_key)
+    handshake.is_in_tls = cfg.mode == "tls" and link == 0
+    return Connection(cfg, handshake, now, open_piece)
 
 
-def server(cfg=None, *, find_key=lambda session: None, nonce=b"p" * 32, now=0.0, open_piece=no_piece):
+def server(cfg=None, *, find_key=lambda session: None, nonce=b"p" * 32, now=0.0, open_piece=no_piece, is_in_tls=None):
     cfg = cfg or config("prefill")
-    return Connection(cfg, Handshake.server(cfg, nonce, find_key), now, open_piece)
+    handshake = Handshake.server(cfg, nonce, b"S" * 32, find_key)
+    handshake.is_in_tls = cfg.mode == "tls" if is_in_tls is None else is_in_tls
+    return Connection(cfg, handshake, now, open_piece)
 
 
 def sent(connection: Connection) -> bytes:
-    return b"".join(bytes(p) for p in connection.data_to_send())
+    return b"".join(p.run() if isinstance(p, SealJob) else bytes(p) for p in connection.data_to_send())
 
 
 def exchange(a: Connection, b: Connection, now: float = 0.0) -> None:

@@ -25,6 +25,7 @@ from common.wire.tables import Conn
 from common.wire.tokens import pack_tokens
 from tests.wire.kit import (
     KEY,
+    KEY_ID,
     SESSION,
     client,
     closed,
@@ -101,7 +102,7 @@ def test_reflected_hello_is_refused():
 def test_reflected_hello_with_the_other_role_and_our_nonce_is_refused():
     a = client(nonce=b"n" * 32)
     a.data_to_send()
-    a.receive(encode_frame(Hello("prefill", b"n" * 32, SESSION, 0, True)), 0.0)
+    a.receive(encode_frame(Hello("prefill", b"n" * 32, SESSION, 0, "key", (KEY_ID,))), 0.0)
     assert isinstance(closed(a).error, AuthFailed)
 
 
@@ -109,7 +110,7 @@ def test_reflected_proof_is_refused():
     """Someone without the key answers with a Hello of its own and sends the client's proof back."""
     a = client()
     a.data_to_send()
-    a.receive(encode_frame(Hello("prefill", b"z" * 32, SESSION, 0, True)), 0.0)
+    a.receive(encode_frame(Hello("prefill", b"z" * 32, SESSION, 0, "key", (KEY_ID,))), 0.0)
     proof = sent(a)
     a.receive(proof, 0.0)
     assert isinstance(closed(a).error, AuthFailed)
@@ -164,8 +165,8 @@ def test_proof_for_another_link_or_session_is_refused(session, link):
     a = client(link=1, data_key=key)
     b = server(find_key=lambda s: key)
     a.data_to_send()
-    b.receive(encode_frame(Hello("decode", b"c" * 32, session, link, True)), 0.0)
-    answer = encode_frame(Hello("prefill", b"p" * 32, SESSION, 1, True))
+    b.receive(encode_frame(Hello("decode", b"c" * 32, session, link, "key", (KEY_ID,))), 0.0)
+    answer = encode_frame(Hello("prefill", b"p" * 32, SESSION, 1, "key", (KEY_ID,)))
     b.data_to_send()
     a.receive(answer, 0.0)
     b.receive(sent(a), 0.0)
@@ -181,7 +182,7 @@ def test_session_keys_differ_by_control_link():
 def test_server_that_answers_for_another_session_is_refused():
     a = client()
     a.data_to_send()
-    a.receive(encode_frame(Hello("prefill", b"p" * 32, b"t" * 16, 0, True)), 0.0)
+    a.receive(encode_frame(Hello("prefill", b"p" * 32, b"t" * 16, 0, "key", (KEY_ID,))), 0.0)
     assert isinstance(closed(a).error, AuthFailed)
 
 

@@ -8,7 +8,7 @@ from common.errors import BadMagic, BadMessage, ChecksumMismatch, UnknownFrame, 
 from common.wire.frames import NOWHERE, FrameHead, FrameType, Target, check_header, checksum, pack_head, parse_head
 
 PIECE = FrameHead(FrameType.PIECE, 0x01020304, 0x0506, 0x0708090A, 0x0B0C0D0E)
-PIECE_BYTES = bytes.fromhex("5046 02 15 0000 0506 01020304 0708090a 0b0c0d0e 65d8e4de")
+PIECE_BYTES = bytes.fromhex("5046 03 15 0000 0506 01020304 0708090a 0b0c0d0e 8a8a523f")
 
 
 def test_head_bytes():
@@ -77,3 +77,9 @@ def test_discarded_target_larger_than_the_scratch():
         target.advance(len(target.get_buffer()))
         reads += 1
     assert reads == 3
+
+
+@pytest.mark.parametrize(("data", "says"), [(b"\x16\x03\x01", "they are TLS"), (b"GET", "bytes 4745")])
+def test_what_else_may_speak_is_named(data, says):
+    with pytest.raises(BadMagic, match=says):
+        parse_head(data.ljust(24, b"\0"))

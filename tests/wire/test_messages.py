@@ -10,10 +10,11 @@ import msgpack
 import pytest
 
 from common.errors import BadMessage, FrameTooLarge
-from common.wire.auth import link_mac, session_key
+from common.wire.auth import key_id, link_mac, session_key
 from common.wire.codec import Codec
 from common.wire.digest import extend, seal, segment_digest, token_hash
 from common.wire.frames import FRAME_BYTES, MAX_HEADER_BYTES, FrameHead, FrameType, checksum, parse_head
+from common.wire.framing import SealedFraming
 from common.wire.messages import (
     Accepted,
     Ack,
@@ -38,12 +39,13 @@ from common.wire.messages import (
     decode_message,
     encode_frame,
 )
+from common.wire.seal import SealJob, SealKey, direction_key
 from common.wire.tokens import largest_token, pack_tokens, unpack_tokens
 
 B16, B32 = bytes(range(16)), bytes(range(32))
 TOKENS = pack_tokens([1, 2, 300])
-HELLO_C = Hello("decode", B32, B16, 0, True)
-HELLO_S = Hello("prefill", B32[::-1], B16, 0, True)
+HELLO_C = Hello("decode", B32, B16, 0, "key", (key_id(B32), key_id(B32[::-1])))
+HELLO_S = Hello("prefill", B32[::-1], B16, 0, "key", (key_id(B32),))
 PREFILL = seal(Prefill("r1", 0, 3, None, 0, b"", ("zstd", "raw"), 1 << 20, bytes(16)), TOKENS)
 PIECE = Piece(2, 64, 128, (0, 1), "raw", 8, 8, 4096, segment_digest([b"statebyt"]), 1 << 20, 0)
 SAMPLES = {
@@ -54,6 +56,9 @@ SAMPLES = {
     "HelloAck": (
         HelloAck("p1", "i1", "aa", "bb", "cc", "dd", 64, "sha256-chain-1", {"dtype": "float32"}, ("raw", "zstd"),
                  1 << 20, 8 << 20, 4096, 16, 2.0, 30.0), 0, b""),
+    "HelloAck within TLS": (
+        HelloAck("p1", "i1", "aa", "bb", "cc", "dd", 64, "sha256-chain-1", {"dtype": "float32"}, ("raw", "zstd"),
+                 1 << 20, 8 << 20, 4096, 16, 2.0, 30.0, B32), 0, b""),
     "Ping": (Ping(7), 0, b""),
     "Pong": (Pong(7), 0, b""),
     "Error": (Error("auth", "no", None), 0, b""),
@@ -72,7 +77,23 @@ SAMPLES = {
     "Resume": (Resume("r1", B16, PREFILL.token_hash, (0, 2), 1 << 21), 1, b""),
     "Resumed": (Resumed(), 0, b""),
 }  # fmt: skip
+TO_CLIENT, TO_SERVER = (direction_key(B32, B16, 1, sender, B32, B32[::-1]) for sender in ("prefill", "decode"))
+
+
+def sealed() -> dict[str, bytes]:
+    """The first two frames of a sealed link 1, from the server."""
+    framing = SealedFraming(SealKey(TO_CLIENT), SealKey(TO_SERVER))
+    frames = [framing.encode(Ping(7), 0, (), 0), framing.encode(PIECE, 1, (b"state", b"byt"), 8)]
+    ping, piece = (b"".join(p.run() if isinstance(p, SealJob) else p for p in parts) for parts in frames)
+    return {"sealed Ping, the first frame": ping, "sealed Piece, the second": piece}
+
+
 OTHERS = {
+    "key id": key_id(B32),
+    "session key within TLS": session_key(B32 + B32[::-1], B16, encode_frame(HELLO_C), encode_frame(HELLO_S)),
+    "sealing key of link 1, server to client": TO_CLIENT,
+    "sealing key of link 1, client to server": TO_SERVER,
+    **sealed(),
     "session key": session_key(B32, B16, encode_frame(HELLO_C), encode_frame(HELLO_S)),
     "segment digest of 'statebyt'": segment_digest([b"state", b"byt"]),
     "running digest after Piece": extend(PREFILL.token_hash, PIECE),
