@@ -53,7 +53,7 @@ def read_certificate(path: Path, role: Role) -> Certificate:
     first = _certificates(path, data)[0]
     try:
         names = first.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        found = (*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress)))
+        found = tuple(str(n.value) for n in names if isinstance(n, x509.DNSName | x509.IPAddress))
     except x509.ExtensionNotFound:
         found = ()
     if not found:

@@ -44,6 +44,7 @@ class FakeDecoded:
 
     def __init__(self, end: LocalEnd, options: LinkOptions, port: int, link: FakePeer) -> None:
         self._info = end.info
+        self._rtt_s = link.rtt_s
         self._relay = Relay("127.0.0.1", port, rate_bps=link.rate_bps, rtt_s=link.rtt_s)
         self._end, self._options = dataclasses.replace(end, name="fake-peer"), options
         self._client: PeerClient | None = None
@@ -64,6 +65,8 @@ class FakeDecoded:
             self._task.cancel()
         if self._client is not None:
             await self._client.close()
+            # The goodbye is still in the relay; without it the server would keep the streams for a lease.
+            await asyncio.sleep(self._rtt_s + 0.01)
         await self._relay.close()
 
     async def _wait_ready(self, client: PeerClient) -> None:

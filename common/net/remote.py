@@ -112,6 +112,7 @@ class RemotePrefill:
 
     def open_piece(self, link: Link, piece: Piece, unopened: Unopened) -> None:
         """Open a piece of a sealed link; it counts when its tag was right."""
+        link.hold(len(unopened.sealed))
         self._spawn(self._open(link, piece, unopened))
 
     def segment_arrived(self, segment: InSegment) -> None:
@@ -131,7 +132,6 @@ class RemotePrefill:
             self._closed.set()
 
     async def _open(self, link: Link, piece: Piece, unopened: Unopened) -> None:
-        link.hold(len(unopened.sealed))
         try:
             if self._stream.is_over:
                 return

@@ -62,18 +62,36 @@ def test_api_keys_come_and_go_by_reload(tmp_path: Path) -> None:
         assert "sk-" not in c.decoded.log_path.read_text()
 
 
-def test_another_shared_key_needs_a_restart_and_reload_says_so(tmp_path: Path) -> None:
-    key = tmp_path / "shared.key"
-    security = {"security": {"key_file": secret_file(key, SECRET)}}
-    with running_cluster(None, decoded={**FAKE, **security}, prefilld={**FAKE, **security}) as c:
-        key.write_text(SECRET + "\n")  # a line end is no part of it
-        assert [d.ctl("reload")["changed"] for d in c.daemons] == [[], []]
-        key.write_text(SECRET[::-1])
-        for daemon in c.daemons:
-            first, advice = refusal(daemon)
-            assert first == "security.key_file: there is another secret in the file, which needs a restart"
-            assert advice == "to apply what needs a restart: restart the daemon"
-            assert SECRET not in daemon.log_path.read_text()
+def test_shared_keys_change_one_daemon_after_another(tmp_path: Path) -> None:
+    """Each has a file of its own; after every step decoded knows its peer by another name, so that it connects anew."""
+    old, new = SECRET, SECRET[::-1]
+    files = {who: secret_file(tmp_path / f"{who}.key", old) for who in ("prefilld", "decoded")}
+    previous = secret_file(tmp_path / "previous.key", old)
+    never_here = {"routing": {"mode": "remote-only"}, "fallback": {"local_prefill_tokens_per_s": 0}}
+    config = {who: {**FAKE, "security": {"key_file": file}} for who, file in files.items()}
+    with running_cluster(None, decoded={**config["decoded"], **never_here}, prefilld=config["prefilld"]) as c:
+        prefilld, decoded = c.prefillds[0], c.decoded
+
+        def step(daemon: Daemon, key: str, *, keeps_old: bool) -> list[str]:
+            file = files["decoded" if daemon is decoded else "prefilld"]
+            Path(file).write_text(key + "\n")  # a line end is no part of it
+            daemon.config["security"] = {"key_file": file, **({"previous_key_file": previous} if keeps_old else {})}
+            daemon.write_config()
+            changed = [line.split(":")[0] for line in daemon.ctl("reload")["changed"]]
+            decoded.config["peers"] = [{**decoded.config["peers"][0], "name": f"p{time.monotonic_ns()}"}]
+            decoded.write_config()
+            decoded.ctl("reload")
+            c.wait_peers()
+            assert c.post("/v1/completions", {"prompt": [1] * 1500, "max_tokens": 1})
+            return changed
+
+        assert step(decoded, old, keeps_old=False) == []
+        both = ["security.previous_key_file", "security.key_file", "security.previous_key_file"]
+        assert step(decoded, new, keeps_old=True) == both
+        assert decoded.ctl("status")["security"] == {"mode": "key", "num_keys": 2}
+        assert step(prefilld, new, keeps_old=False) == ["security.key_file"]
+        assert step(decoded, new, keeps_old=False) == ["security.previous_key_file"] * 2
+        assert not [d for d in c.daemons if old in d.log_path.read_text() or new in d.log_path.read_text()]
 
 
 def test_requests_in_flight_move_to_the_peer_that_replaces_theirs() -> None:

@@ -93,6 +93,8 @@ class Proxy:
         self.cut_all_at: dict[int, int] = {}
         self.flip_at: dict[int, int] = {}
         self.flip_last_up = 0  # of the next read of so many bytes or more
+        self.record: dict[tuple[int, bool], bytearray] | None = None  # by connection and direction, when it is there
+        self.mangle: Callable[[int, bytes], bytes] | None = None  # what becomes of bytes on their way down
         self.cuts = 0
         self.is_cut = asyncio.Event()
         self.flowing = asyncio.Event()
@@ -138,6 +140,10 @@ class Proxy:
         with contextlib.suppress(OSError, RuntimeError):  # uvloop: the handler is closed
             while data := await reader.read(65536):
                 await self.flowing.wait()
+                if self.record is not None:
+                    self.record.setdefault((index, down), bytearray()).extend(data)
+                if down and self.mangle is not None:
+                    data = self.mangle(index, data)
                 if down:
                     data = self._tamper(index, data)
                     if data is None:
@@ -251,10 +257,12 @@ class Rig:
                 self._changed.clear()
                 await self._changed.wait()
 
-    def ask(self, num_tokens: int, *, name: str = "r1", start: int = 0, codec: str = "raw", **changes: Any):
+    def ask(
+        self, num_tokens: int, *, name: str = "r1", start: int = 0, codec: str = "raw", tokens=None, **changes: Any
+    ):
         """A prefill and the sink it fills."""
         sink = Sink(self.layout, num_tokens)
-        tokens = tuple(i % 50_000 for i in range(num_tokens))
+        tokens = tokens or tuple(i % 50_000 for i in range(num_tokens))
         request = RemoteRequest(name, tokens, start, codecs=(codec,), **changes)
         return self.client.prefill(request, sink), sink
 

@@ -13,6 +13,7 @@ import pytest
 
 from common.errors import LinkLost, PeerCancelled, PeerError, TransferError
 from tests.net.rig import FAST, Rig, on_uvloop, rigged
+from tests.net.tls_ends import TlsEnds
 
 
 async def trouble(rig: Rig, rng: random.Random, stop: asyncio.Event) -> None:
@@ -58,10 +59,10 @@ async def client_of(rig: Rig, rng: random.Random, name: str, outcomes: list[str]
         outcomes.append("ok")
 
 
-async def storm(seed: int, num_prefills: int, options=FAST) -> list[str]:
+async def storm(seed: int, num_prefills: int, options=FAST, **ends) -> list[str]:
     rng = random.Random(seed)
     outcomes: list[str] = []
-    async with rigged(proxy=True, options=options) as rig:
+    async with rigged(proxy=True, options=options, **ends) as rig:
         rig.chunk = 64
         stop = asyncio.Event()
         bad = asyncio.create_task(trouble(rig, rng, stop))
@@ -99,9 +100,16 @@ async def test_storm_with_little_credit():
     assert outcomes.count("ok") > 30, outcomes
 
 
+@on_uvloop
+@pytest.mark.parametrize("seed", [5, 6])
+async def test_storm_over_sealed_links(seed, tmp_path):
+    outcomes = await storm(seed, 60, **TlsEnds(tmp_path).both())
+    assert outcomes.count("ok") > 30, outcomes
+
+
 @pytest.mark.slow
 @on_uvloop
 @pytest.mark.parametrize("seed", range(10, 30))
-async def test_long_storm(seed):
-    outcomes = await storm(seed, 300)
+async def test_long_storm(seed, tmp_path):
+    outcomes = await storm(seed, 300, **(TlsEnds(tmp_path).both() if seed % 2 else {}))
     assert outcomes.count("ok") > 150, outcomes

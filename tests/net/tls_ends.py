@@ -42,6 +42,6 @@ class TlsEnds:
         found = security(role, {**self.sections[role], **(section or {})})
         return end(role, security=found, **changes)
 
-    def both(self) -> dict[str, Any]:
+    def both(self, **changes: Any) -> dict[str, Any]:
         """What `Rig.start` takes."""
-        return {"server_end": self.end("prefill"), "client_end": self.end("decode")}
+        return {"server_end": self.end("prefill", **changes), "client_end": self.end("decode", **changes)}
