@@ -68,11 +68,11 @@ class CodecPool:
         is_hash = segment.codec == "raw" and not segment.is_apart
         await self._run(_size(segment.runs), is_hash, lambda c: segment.run(c, sink_views))
 
-    async def open(self, unopened: Unopened) -> bytes:
+    async def open(self, unopened: Unopened) -> memoryview:
         """The payload of a sealed link. Raises SealBroken."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, unopened.run)
 
-    def seal(self, job: SealJob) -> asyncio.Future[bytes]:
+    def seal(self, job: SealJob) -> asyncio.Future[memoryview]:
         """Begin to seal a payload."""
         return asyncio.get_running_loop().run_in_executor(self._threads, job.run)
 

@@ -20,6 +20,7 @@ from common.hosts import is_loopback
 from common.net.codecs import INLINE_BYTES, CodecPool
 from common.net.tcpinfo import tcp_info
 from common.net.tls import CertificateFacts, TlsChannel, is_tls, plain_peer
+from common.wire.buffers import BUFFERS
 from common.wire.connection import Closed, Connection, Opened, Received
 from common.wire.framing import Out, Part
 from common.wire.messages import HelloAck, Message
@@ -98,8 +99,9 @@ class Link(asyncio.BufferedProtocol):
         self._is_paused = False
         self._held_bytes = 0
         self._is_holding = False
-        self._queue: deque[Part | asyncio.Future[bytes]] = deque()
+        self._queue: deque[Part | asyncio.Future[memoryview]] = deque()
         self._queued_bytes = 0
+        self._sent: deque[tuple[int, memoryview]] = deque()
         self._unwritten: deque[tuple[int, OutPiece]] = deque()
         self._is_polling = False
 
@@ -283,16 +285,17 @@ class Link(asyncio.BufferedProtocol):
             self._queue.append(self._begin_sealing(part))
         self._write_queue()
 
-    def _begin_sealing(self, part: Out) -> Part | asyncio.Future[bytes]:
+    def _begin_sealing(self, part: Out) -> Part | asyncio.Future[memoryview]:
         if not isinstance(part, SealJob):
             return part
         if part.num_bytes <= INLINE_BYTES or self._codecs is None:
             return part.run()
+        self._reclaim()
         future = self._codecs.seal(part)
         future.add_done_callback(self._sealed)
         return future
 
-    def _sealed(self, future: asyncio.Future[bytes]) -> None:
+    def _sealed(self, future: asyncio.Future[memoryview]) -> None:
         if future.cancelled() or future.exception() is not None:
             # Nothing can follow a record that is missing.
             self.abort()
@@ -318,6 +321,7 @@ class Link(asyncio.BufferedProtocol):
                 if not part.done():
                     return
                 part = part.result()
+                self._sent.append((self.bytes_out + len(part), part))
             self._queue.popleft()
             self._queued_bytes -= len(part)
             if self._tls is not None:
@@ -330,6 +334,13 @@ class Link(asyncio.BufferedProtocol):
             # A peer that does not read must not keep the socket.
             transport.close()
             self._linger = self._linger or self.loop.call_later(_LINGER_S, transport.abort)
+
+    def _reclaim(self) -> None:
+        """Buffers of sealed payloads that have left for the kernel are used again."""
+        if self._sent and self._transport is not None:
+            gone = self.bytes_out - self._transport.get_write_buffer_size()
+            while self._sent and self._sent[0][0] <= gone:
+                BUFFERS.give_back(self._sent.popleft()[1])
 
     # ---- TLS
 

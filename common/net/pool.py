@@ -29,6 +29,7 @@ from common.net.options import (
 from common.net.remote import RemotePrefill
 from common.net.tcpinfo import tcp_info
 from common.net.tls import CertificateFacts, TlsChannel
+from common.wire.buffers import BUFFERS
 from common.wire.connection import FAULT_CODES, Received
 from common.wire.frames import Target
 from common.wire.framing import Unopened
@@ -298,6 +299,7 @@ class PeerClient:
         """A sealed payload. Raises SealBroken when it is small enough to be opened at once, and does not open."""
         prefill = self._prefills.get(stream_id)
         if prefill is None or unopened.target.is_discarded:
+            BUFFERS.give_back(unopened.sealed)
             return
         if len(unopened.sealed) <= INLINE_BYTES:
             self._session.piece_arrived(stream_id, piece, unopened.target, now(), unopened.run())

@@ -21,6 +21,7 @@ from common.errors import (
 from common.net.codecs import CodecPool, Verification
 from common.net.link import Link, now
 from common.net.options import Trace, TransferProgress, TransferReport
+from common.wire.buffers import BUFFERS
 from common.wire.codec import element_runs
 from common.wire.framing import Unopened
 from common.wire.incoming import InSegment, ReceiveStream
@@ -141,6 +142,7 @@ class RemotePrefill:
             return
         finally:
             link.release(len(unopened.sealed))
+            BUFFERS.give_back(unopened.sealed)
         self._session.piece_arrived(self._stream.stream_id, piece, unopened.target, now(), opened)
         self.flush()
 
@@ -149,9 +151,10 @@ class RemotePrefill:
         if not stream.wants(segment):
             return
         runs = element_runs(stream.layout, head.start, head.stop, head.layers)
+        views = tuple(segment.views)
         try:
             await self._codecs.verify(
-                Verification(head.codec, head.digest, tuple(segment.views), segment.is_apart, runs),
+                Verification(head.codec, head.digest, views, segment.is_apart, runs),
                 lambda: self._sink.buffers(head.start, head.stop, head.layers),
             )
         except (ChecksumMismatch, RemoteProtocolError) as e:
@@ -166,6 +169,10 @@ class RemotePrefill:
                 if self.trace is not None:
                     self.trace("segment_landed", now=now(), request_id=self.request_id, no=head.no, layers=head.layers)
         self.flush()
+        if segment.is_apart:
+            segment.views = []
+            for view in views:
+                BUFFERS.give_back(view)
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -289,7 +289,7 @@ class Connection:
         header = self._framing.open_header(self._head, self._inbox[self._begin : self._begin + num_bytes])
         message = decode_message(self._head, header)
         if isinstance(message, Hello):
-            self.handshake.peer_hello = pack_head(self._head) + bytes(header)
+            self.handshake.peer_hello = pack_head(self._head) + header
         self._begin += num_bytes
         self._start_payload(self._head, message, now)
         return True

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import BadMessage
+from common.wire.buffers import BUFFERS
 from common.wire.frames import FrameHead, Target, check_header, pack_head
 from common.wire.messages import Message, encode_frame, encode_header
 from common.wire.seal import TAG_BYTES, OpenJob, SealJob, SealKey
@@ -20,13 +21,13 @@ Out = Part | SealJob
 
 @dataclass(frozen=True, slots=True)
 class Unopened:
-    """A payload as it came over a sealed link: `job.run(sealed)` answers what belongs into `target`, or raises."""
+    """A payload as it came over a sealed link. `sealed` is of BUFFERS, and so is what `run` answers."""
 
     target: Target
     job: OpenJob
-    sealed: bytearray
+    sealed: memoryview
 
-    def run(self) -> bytes:
+    def run(self) -> memoryview:
         """The clear payload. Raises SealBroken."""
         return self.job.run(self.sealed)
 
@@ -42,7 +43,7 @@ class Framing(Protocol):
     def encode(self, message: Message, stream_id: int, payload: tuple[Part, ...], num_bytes: int) -> list[Out]:
         """A frame."""
 
-    def open_header(self, head: FrameHead, data: memoryview) -> memoryview | bytes:
+    def open_header(self, head: FrameHead, data: memoryview) -> memoryview:
         """The msgpack header. Raises RemoteProtocolError when it is not what was sent."""
 
     def receive_into(self, head: FrameHead, target: Target) -> tuple[Target, Unopened | None]:
@@ -62,7 +63,7 @@ class ClearFraming:
         """Header and payload; nothing is copied."""
         return [encode_frame(message, stream_id, num_bytes), *payload]
 
-    def open_header(self, head: FrameHead, data: memoryview) -> memoryview | bytes:
+    def open_header(self, head: FrameHead, data: memoryview) -> memoryview:
         """Compare the checksum."""
         check_header(head, data)
         return data
@@ -89,12 +90,12 @@ class SealedFraming:
         header = encode_header(message)
         # No checksum of the header: it would tell whether a guess of it was right.
         head = pack_head(FrameHead(message.type, stream_id, len(header), num_bytes))
-        out: list[Out] = [head + self._send_key.seal(head, (header,), len(header)).run()]
+        out: list[Out] = [b"".join((head, self._send_key.seal(head, (header,), len(header)).run()))]
         if num_bytes:
             out.append(self._send_key.seal(head, payload, num_bytes))
         return out
 
-    def open_header(self, head: FrameHead, data: memoryview) -> bytes:
+    def open_header(self, head: FrameHead, data: memoryview) -> memoryview:
         """Open the record at once: it is small."""
         if head.header_check:
             raise BadMessage(f"{head.type.name}: header check is {head.header_check} on a sealed link, must be 0")
@@ -109,5 +110,5 @@ class SealedFraming:
             nowhere = Target([], num_bytes)
             nowhere.discard()
             return nowhere, None
-        buffer = bytearray(num_bytes)
-        return Target([memoryview(buffer)], num_bytes), Unopened(target, job, buffer)
+        buffer = BUFFERS.take(num_bytes)
+        return Target([buffer], num_bytes), Unopened(target, job, buffer)

@@ -144,7 +144,7 @@ class ReceiveStream:
         target = segment.flying[index] = Target(views, num_bytes, PieceContext(self, segment, index, link))
         return target
 
-    def piece_arrived(self, target: Target, now: float, opened: bytes | None = None) -> None:
+    def piece_arrived(self, target: Target, now: float, opened: memoryview | None = None) -> None:
         """A target is full; when that was the last of its segment's pieces, `take_whole` gives the segment.
 
         `opened` is the piece where it came sealed: it stays where it is until the whole segment is verified.
@@ -156,7 +156,7 @@ class ReceiveStream:
         if segment.is_apart and target.num_bytes:
             if opened is None or len(opened) != target.num_bytes:
                 raise LocalProtocolError(f"a sealed piece of {target.num_bytes} bytes was not opened")
-            segment.views[context.index] = memoryview(opened)
+            segment.views[context.index] = opened
         segment.flying.pop(context.index, None)
         segment.have[context.index] = 1
         segment.num_left -= 1

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from common.errors import LocalProtocolError, SealBroken
+from common.wire.buffers import BUFFERS, join_into
 
 KEY_BYTES = 32
 TAG_BYTES = 16
@@ -52,10 +53,17 @@ class SealJob:
         """Size of what `run` answers."""
         return self.num_bytes + TAG_BYTES
 
-    def run(self) -> bytes:
-        """Ciphertext and tag. One part is read where it lies, several are joined first."""
-        data = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
-        return self.cipher.encrypt(_nonce(self.count), data, self.aad)
+    def run(self) -> memoryview:
+        """Ciphertext and tag, to be given back to BUFFERS. One part is read where it lies, several are joined first."""
+        out = BUFFERS.take(self.sealed_bytes)
+        if len(self.parts) == 1:
+            self.cipher.encrypt_into(_nonce(self.count), self.parts[0], self.aad, out)
+            return out
+        joined = BUFFERS.take(self.num_bytes)
+        join_into(self.parts, joined)
+        self.cipher.encrypt_into(_nonce(self.count), joined, self.aad, out)
+        BUFFERS.give_back(joined)
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +74,19 @@ class OpenJob:
     count: int
     aad: bytes
 
-    def run(self, sealed: bytes | bytearray | memoryview) -> bytes:
-        """The clear bytes, in memory of their own: nothing of a record is seen anywhere before its tag was right.
+    def run(self, sealed: bytes | bytearray | memoryview) -> memoryview:
+        """The clear bytes, to be given back to BUFFERS: in memory of their own, which is only handed out when the tag
+        was right.
 
         Raises:
             SealBroken: this is not the record that the peer sealed at this place.
         """
+        out = BUFFERS.take(max(0, len(sealed) - TAG_BYTES))
         try:
-            return self.cipher.decrypt(_nonce(self.count), sealed, self.aad)
+            self.cipher.decrypt_into(_nonce(self.count), sealed, self.aad, out)
+            return out
         except InvalidTag:
+            BUFFERS.give_back(out)
             raise SealBroken(
                 f"record {self.count} of this link does not open: it was altered, or is another one than was sent here"
             ) from None

@@ -228,7 +228,7 @@ class ClientSession(Session):
             return stream.open_piece(piece, num_bytes, link)
 
     def piece_arrived(
-        self, stream_id: int, piece: Piece, target: Target, now: float, opened: bytes | None = None
+        self, stream_id: int, piece: Piece, target: Target, now: float, opened: memoryview | None = None
     ) -> None:
         """A Piece's payload is complete; `opened` is what it holds, where it came sealed."""
         stream = self.streams.get(stream_id)
