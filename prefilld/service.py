@@ -43,6 +43,7 @@ from prefilld.config import PrefillConfig
 from prefilld.fakepeer import FakeDecoded
 from prefilld.http import make_app, make_runner
 from prefilld.metrics import PrefillMetrics
+from prefilld.refused import RefusedPeers
 from prefilld.stream import StreamHandler
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class PrefillService:
         self._watch: asyncio.Task[None] | None = None
         self._started_at = time.monotonic()
         self._refusals = Damper()
+        self._refused_peers = RefusedPeers()
         self._counted_bytes = (0, 0)
         self._known_peers: set[tuple[str, str, str]] = set()
 
@@ -194,7 +196,7 @@ class PrefillService:
         if verb == "status":
             return self._status()
         if verb == "peers":
-            return self._peers()
+            return [*self._peers(), *self._refused_peers.rows(time.monotonic())]
         if verb == "requests":
             return [r.facts(time.monotonic()) for r in self._handler.active.values()]
         return version_facts("prefilld", self._backend.info.name)
@@ -249,6 +251,7 @@ class PrefillService:
     def _on_refused(self, closed: Closed, address: str) -> None:
         """Somebody knocked and was not let in: counted always, logged at most once a minute for each host."""
         self._prefill_metrics.handshakes_failed.labels(closed.code).inc()
+        self._refused_peers.add(address, closed.code, str(closed.error), time.monotonic())
         num_held = self._refusals.admit(address.rpartition(":")[0])
         if num_held is not None:
             extra = {"peer": address, "code": closed.code, "num_more_like_it": num_held or None}

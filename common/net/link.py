@@ -9,24 +9,24 @@ stream; pool.py and server.py own links.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable
 from time import monotonic, time
 from typing import Protocol, cast
 
-from common.errors import PdError, PeerError, RemoteProtocolError, TlsFailed
+from common.errors import LinkLost, PdError, PeerError, RemoteProtocolError, TlsFailed
 from common.hosts import is_loopback
-from common.net.codecs import INLINE_BYTES, CodecPool
+from common.net.codecs import CodecPool
+from common.net.sealing import SealQueue
 from common.net.tcpinfo import tcp_info
 from common.net.tls import CertificateFacts, TlsChannel, is_tls, plain_peer
-from common.wire.buffers import BUFFERS
 from common.wire.connection import Closed, Connection, Opened, Received
-from common.wire.framing import Out, Part
 from common.wire.messages import HelloAck, Message
 from common.wire.outgoing import OutPiece
-from common.wire.seal import SealJob
 
+log = logging.getLogger(__name__)
 HIGH_WATER_BYTES = 4 << 20
 HELD_BYTES = 16 << 20
 """Sealed payloads of one link that wait to be opened; past it nothing more is read."""
@@ -78,7 +78,7 @@ class Link(asyncio.BufferedProtocol):
         is_tls_optional: bool = False,
         codecs: CodecPool | None = None,
     ) -> None:
-        self.owner, self._make, self._codecs = owner, make, codecs
+        self.owner, self._make = owner, make
         self._make_tls, self._is_tls_optional = tls, is_tls_optional
         self.loop = asyncio.get_running_loop()
         self.bytes_out = 0
@@ -99,9 +99,7 @@ class Link(asyncio.BufferedProtocol):
         self._is_paused = False
         self._held_bytes = 0
         self._is_holding = False
-        self._queue: deque[Part | asyncio.Future[memoryview]] = deque()
-        self._queued_bytes = 0
-        self._sent: deque[tuple[int, memoryview]] = deque()
+        self._queue = SealQueue(codecs, self._sealed)
         self._unwritten: deque[tuple[int, OutPiece]] = deque()
         self._is_polling = False
 
@@ -127,7 +125,8 @@ class Link(asyncio.BufferedProtocol):
         """False when enough waits in the transport's buffer, or to be sealed for it."""
         if self._is_paused or self._transport is None or not self.is_open:
             return False
-        return not self._queued_bytes or self._queued_bytes + self._transport.get_write_buffer_size() < HIGH_WATER_BYTES
+        num_bytes = self._queue.num_bytes
+        return not num_bytes or num_bytes + self._transport.get_write_buffer_size() < HIGH_WATER_BYTES
 
     @property
     def has_transport(self) -> bool:
@@ -220,15 +219,16 @@ class Link(asyncio.BufferedProtocol):
             # The link's key is used up. The caller is about to fill other links: it hears of this when it is done.
             self.loop.call_soon(self.flush)
         elif self.on_written is not None:
-            self._unwritten.append((self.bytes_out + self._queued_bytes, piece))
+            self._unwritten.append((self.bytes_out + self._queue.num_bytes, piece))
             self.loop.call_soon(self._check_written)
 
     def hold(self, num_bytes: int) -> None:
         """So much that was received waits to be opened: stop reading when it becomes too much."""
         self._held_bytes += num_bytes
-        if self._held_bytes > HELD_BYTES and not self._is_holding and self._transport is not None:
+        transport = self._transport
+        if self._held_bytes > HELD_BYTES and not self._is_holding and transport and not transport.is_closing():
             self._is_holding = True
-            self._transport.pause_reading()
+            transport.pause_reading()
 
     def release(self, num_bytes: int) -> None:
         """So much was opened."""
@@ -281,29 +281,10 @@ class Link(asyncio.BufferedProtocol):
 
     def _write(self) -> None:
         for part in self.connection.data_to_send():
-            self._queued_bytes += part.sealed_bytes if isinstance(part, SealJob) else len(part)
-            self._queue.append(self._begin_sealing(part))
+            self._queue.push(part)
         self._write_queue()
 
-    def _begin_sealing(self, part: Out) -> Part | asyncio.Future[memoryview]:
-        if not isinstance(part, SealJob):
-            return part
-        if part.num_bytes <= INLINE_BYTES or self._codecs is None:
-            return part.run()
-        self._reclaim()
-        future = self._codecs.seal(part)
-        future.add_done_callback(self._sealed)
-        return future
-
-    def _sealed(self, future: asyncio.Future[memoryview]) -> None:
-        if future.cancelled() or future.exception() is not None:
-            # Nothing can follow a record that is missing.
-            self.abort()
-            if not future.cancelled():
-                self.loop.call_exception_handler(
-                    {"message": "a payload was not sealed", "exception": future.exception()}
-                )
-            return
+    def _sealed(self) -> None:
         self._write_queue()
         if self.is_writable:
             self.owner.link_writable(self)
@@ -313,34 +294,24 @@ class Link(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             self._queue.clear()
-            self._queued_bytes = 0
             return
-        while self._queue:
-            part = self._queue[0]
-            if isinstance(part, asyncio.Future):
-                if not part.done():
-                    return
-                part = part.result()
-                self._sent.append((self.bytes_out + len(part), part))
-            self._queue.popleft()
-            self._queued_bytes -= len(part)
-            if self._tls is not None:
-                self._tls.write(part)
-            else:
-                self.bytes_out += len(part)
-                transport.write(part)
+        try:
+            while (part := self._queue.take()) is not None:
+                if self._tls is not None:
+                    self._tls.write(part)
+                else:
+                    self.bytes_out += len(part)
+                    transport.write(part)
+        except LinkLost as e:
+            log.warning("link %d to %s closed: %s", self.index, self.address, e)
+            self.abort()
+            return
         self._flush_tls(transport)
-        if not self.connection.is_open and self._is_told:
+        self._queue.written(transport.get_write_buffer_size())
+        if not self.connection.is_open and self._is_told and not self._queue:
             # A peer that does not read must not keep the socket.
             transport.close()
             self._linger = self._linger or self.loop.call_later(_LINGER_S, transport.abort)
-
-    def _reclaim(self) -> None:
-        """Buffers of sealed payloads that have left for the kernel are used again."""
-        if self._sent and self._transport is not None:
-            gone = self.bytes_out - self._transport.get_write_buffer_size()
-            while self._sent and self._sent[0][0] <= gone:
-                BUFFERS.give_back(self._sent.popleft()[1])
 
     # ---- TLS
 

@@ -18,10 +18,7 @@ from common.wire.tables import Role
 Mode = Literal["none", "key", "tls"]
 FindKey = Callable[[bytes], bytes | None]
 """Session id of a data link's Hello -> that session's key, None for a session that is not there."""
-_NO_PROOF = (
-    "the peer did not prove that it holds the shared key for this session and link: "
-    "compare security.key_file on both ends"
-)
+_NO_PROOF = "the peer did not prove that it holds the key of this session and link"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +123,8 @@ class Handshake:
             AuthFailed: it is not the one that only a holder of the key can make.
         """
         if not is_same_mac(auth.mac, self._mac("prefill" if self.config.role == "decode" else "decode")):
-            raise AuthFailed(_NO_PROOF)
+            hint = ", the shared key: compare security.key_file on both ends" if self._is_keyed else ""
+            raise AuthFailed(_NO_PROOF + hint)
         if self.config.role == "prefill":
             self._frames.append(encode_frame(Auth(self._mac("prefill"))))
 

@@ -189,6 +189,9 @@ def test_a_wrong_ca_is_refused_at_both_ends_within_a_second(ca: CertificateAutho
         assert metric(prefilld, 'prfaas_handshakes_failed_total{code="tls_refused"}') >= 1
         assert "certificate is not accepted" in decoded.log_path.read_text()
         assert "refused this end: unknown ca" in prefilld.log_path.read_text()
+        refused = [row for row in prefilld.ctl("peers") if row["state"] == "incompatible"]
+        assert [row["last_error_code"] for row in refused] == ["tls_refused"]
+        assert "refused this end: unknown ca" in refused[0]["reason"]
 
 
 def test_fake_peers_need_no_certificate_of_theirs(ca: CertificateAuthority) -> None:

@@ -149,7 +149,7 @@ def flip(where: float):
 @pytest.mark.parametrize("attack", [repeat, leave_out, swap, flip(0.0), flip(0.5), flip(1.0)])
 @on_uvloop
 async def test_an_attack_costs_the_link_and_nothing_else(ends, attack, codec):
-    """Repeated, left out, moved, altered: code `seal` at both ends, and what was lost comes over another link."""
+    """Repeated, left out, moved, altered: counted as `seal`, and what was lost comes over another link."""
     async with rigged(proxy=True, **ends.both()) as rig:
         ours: list[str] = []
         theirs: list[str] = []
@@ -159,7 +159,8 @@ async def test_an_attack_costs_the_link_and_nothing_else(ends, attack, codec):
         prefill, sink = rig.ask(BIG, codec=codec)
         await rig.finish(prefill, sink)
         assert frames.num > 3 and rig.client.status()["num_sessions"] == 1
-        assert (ours, theirs) == (["seal"], ["seal"])
+        # The Error that says so may be overtaken by the end of the connection: then the server saw a lost link.
+        assert ours == ["seal"] and theirs in ([], ["seal"])
 
 
 @on_uvloop
@@ -212,13 +213,13 @@ class SlowPool:
             future = asyncio.get_running_loop().create_future()
             self.running += job.num_bytes
             self.most_running = max(self.most_running, self.running)
-            self.tasks.append(asyncio.ensure_future(self._later(pool, job, future, original, delay(job))))
+            self.tasks.append(asyncio.ensure_future(self._later(pool, job, future, original, delay)))
             return future
 
         monkeypatch.setattr(CodecPool, "seal", seal)
 
     async def _later(self, pool, job, future, original, delay) -> None:
-        await delay
+        await delay(job)
         sealed = await original(pool, job)
         self.running -= job.num_bytes
         future.set_result(sealed)
