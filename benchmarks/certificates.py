@@ -16,16 +16,19 @@ Role = Literal["decode", "prefill"]
 
 
 class CertificateAuthority:
-    """Makes FOLDER/<name>-ca.pem and certificates signed with it."""
+    """Makes FOLDER/<name>-ca.pem, signed by itself or by `parent`, and certificates signed with it."""
 
-    def __init__(self, folder: Path, name: str = "trial") -> None:
+    def __init__(self, folder: Path, name: str = "trial", parent: CertificateAuthority | None = None) -> None:
         self.folder, self.name = folder, name
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._subject = _named(f"{name} CA")
-        builder = _builder(self._subject, self._subject, self._key, datetime.now(UTC) - timedelta(days=100), 3650)
-        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        signer = parent or self
+        starts_at = datetime.now(UTC) - timedelta(days=100)
+        builder = _builder(self._subject, signer._subject, self._key, starts_at, 3650)
+        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         self.ca_file = folder / f"{name}-ca.pem"
-        self.ca_file.write_bytes(builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+        certificate = builder.sign(signer._key, hashes.SHA256())
+        self.ca_file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
     def make(
         self, stem: str, names: list[str], role: Role, *, starts_in_days: float = -1, days: float = 365

@@ -122,7 +122,7 @@ class PeerClient:
         self._runner = asyncio.create_task(self._dialer.run(), name=f"peer {self.name}")
 
     def set_security(self, security: Security) -> None:
-        """New connections take these keys or certificates; those that are up stay. The mode stays, or "none" ends."""
+        """New connections take these keys or certificates; those that are up stay. "tls" cannot come or go."""
         self.local = replace(self.local, security=security)
         self._dialer.config, self._dialer.tls = connection_config(self.local, self.options), self._make_tls()
 

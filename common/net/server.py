@@ -132,7 +132,7 @@ class PrefillServer:
             peer.set_draining(is_draining)
 
     def set_security(self, security: Security) -> None:
-        """New connections take these keys or certificates; those that are up stay. The mode stays, or "none" ends."""
+        """New connections take these keys or certificates; those that are up stay. "tls" cannot come or go."""
         self.local = replace(self.local, security=security)
         self._config = connection_config(self.local, self.options)
 

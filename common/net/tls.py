@@ -70,6 +70,8 @@ class TlsEnd:
             # Never asked for: keys with a passphrase were refused before.
             context.load_cert_chain(cert_file, key_file, password="")
             context.load_verify_locations(ca_file)
+            # A CA that another one signed is believed for itself, whether or not that one is in the file too.
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         client, server = contexts
         client.hostname_checks_common_name = False
         # A resumed session would not show its certificate again, whatever was revoked meanwhile.

@@ -114,6 +114,25 @@ async def test_a_certificate_that_does_not_hold_now(ends, dates, kind, says):
 
 
 @on_uvloop
+async def test_certificates_with_another_ca_between(ends, tmp_path):
+    """The one between may come with the certificate, or be believed itself."""
+    between = CertificateAuthority(tmp_path, "between", ends.ca)
+    section = between.make("chained", [SERVER], "prefill")
+    root_only, itself = {**section, "ca_file": ends.ca.ca_file}, {"ca_file": between.ca_file}
+    seen = await Refusal(ends.end("decode"), ends.end("prefill", root_only)).seen()
+    assert seen["client_code"] == "tls_unknown_ca"
+    async with rigged(client_end=ends.end("decode", itself), server_end=ends.end("prefill", root_only)) as rig:
+        assert rig.client.status()["certificate"] == SERVER
+    path = Path(section["cert_file"])
+    path.write_bytes(path.read_bytes() + between.ca_file.read_bytes())
+    async with rigged(client_end=ends.end("decode"), server_end=ends.end("prefill", root_only)) as rig:
+        assert rig.client.status()["certificate"] == SERVER
+    # Who is signed by the root alone is not let in by an end that believes only the one between.
+    seen = await Refusal(ends.end("decode", itself), ends.end("prefill")).seen()
+    assert seen["client_code"] == "tls_unknown_ca"
+
+
+@on_uvloop
 async def test_a_server_of_another_name(ends):
     seen = await Refusal(ends.end("decode"), ends.end("prefill"), tls_name="b1.example").seen()
     assert seen["client_code"] == "tls_wrong_name" and "'b1.example'" in seen["client"]

@@ -309,6 +309,24 @@ def test_clear_frames_on_a_sealed_link_are_refused():
     assert closed(a).code == "seal"
 
 
+@given(st.lists(st.one_of(st.binary(max_size=200), st.sampled_from(["ping", "piece"])), max_size=6))
+def test_whatever_comes_ends_in_frames_or_a_closed_link(parts):
+    """Real frames among any other bytes: what was not sealed here is never handed on, and nothing is raised."""
+    a, b = sealed_link()
+    for part in parts:
+        if part == "ping":
+            b.send(Ping(1))
+        elif part == "piece":
+            b.send(piece_of(b"payload!"), 5, (b"payload!",), 8)
+        a.receive(part if isinstance(part, bytes) else b"".join(parts_of(b)), 0.0)
+    is_clean = not any(isinstance(part, bytes) and part for part in parts)
+    assert a.is_open or not is_clean
+    for event in a.events():
+        assert isinstance(event, Received | Closed)
+        if isinstance(event, Received):
+            assert event.payload.run() == b"payload!"
+
+
 def test_heartbeats_are_sealed():
     a, b = sealed_link()
     a.handle_timer(2.0)
