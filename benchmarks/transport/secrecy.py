@@ -5,8 +5,8 @@
 A sender process (prefilld's network) and this one (decoded's) move the same made-up state; modes alternate round by
 round, so that a busy machine hurts all alike. Beside them, to judge the design: a bare sender and receiver on uvloop
 without protocol, over TCP ("bare") and over TLS inside the event loop ("bare-tls"), which is what data links would cost
-at least if they were TLS. CPU seconds are those of all threads of a process, from the kernel. Loopback has no distance:
-the figures are of cost, not of what a network gives.
+at least if they were TLS. CPU seconds are those of all threads of a process, and of the one with its event loop, from
+the kernel. Loopback has no distance: the figures are of cost, not of what a network gives.
 """
 
 from __future__ import annotations
@@ -177,10 +177,12 @@ class BareReceiver(asyncio.BufferedProtocol):
         await self._done
 
 
-def cpu_s(pid: int | str) -> float:
-    """CPU seconds of all threads that the process has."""
-    files = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
+def cpu_s(pid: int) -> tuple[float, float]:
+    """CPU seconds of all threads that the process has, and of the one that runs its event loop."""
+    by_thread = {
+        f.parent.name: int(f.read_text().split()[0]) / 1e9 for f in Path(f"/proc/{pid}/task").glob("*/schedstat")
+    }
+    return sum(by_thread.values()), by_thread[str(pid)]
 
 
 @dataclass
@@ -200,8 +202,9 @@ class Bench:
         return layout().transfer_bytes(0, self.num_tokens)
 
     async def run(self, case: str) -> dict[str, float]:
-        """One transfer: bytes per second and CPU seconds per GB of state, of sender and receiver."""
-        before = cpu_s(self.sender_pid), cpu_s("self")
+        """One transfer: bytes per second, and CPU seconds per GB of state at each end, the loop's among them."""
+        pids = {"sender": self.sender_pid, "receiver": os.getpid()}
+        before = {end: cpu_s(pid) for end, pid in pids.items()}
         began = time.perf_counter()
         if case in self.clients:
             request = RemoteRequest(f"r{began}", (1,) * self.num_tokens, codecs=(self.codec,))
@@ -210,11 +213,11 @@ class Bench:
             await self.bare[case].fetch(self.num_bytes)
         seconds = time.perf_counter() - began
         gb = self.num_bytes / 1e9
-        return {
-            "goodput_gb_per_s": gb / seconds,
-            "sender_cpu_s_per_gb": (cpu_s(self.sender_pid) - before[0]) / gb,
-            "receiver_cpu_s_per_gb": (cpu_s("self") - before[1]) / gb,
-        }
+        found = {"goodput_gb_per_s": gb / seconds}
+        for end, pid in pids.items():
+            for name, after, earlier in zip(("cpu", "loop_cpu"), cpu_s(pid), before[end], strict=True):
+                found[f"{end}_{name}_s_per_gb"] = (after - earlier) / gb
+        return found
 
 
 async def connect(mode: str, security: Security, port: int, options: LinkOptions) -> PeerClient:
@@ -257,13 +260,20 @@ async def measure(args: argparse.Namespace, folder: Path, sender_pid: int, ports
 
 def table(report: dict[str, Any]) -> str:
     """Medians, with the lowest and highest goodput."""
-    lines = [f"{'':10}{'goodput GB/s':>14}{'lowest':>9}{'highest':>9}{'sender CPU s/GB':>17}{'receiver CPU s/GB':>19}"]
+    ends = ("sender", "receiver")
+    heads = (
+        "goodput GB/s",
+        "lowest",
+        "highest",
+        *(f"{end} {what}" for end in ends for what in ("CPU s/GB", "its loop")),
+    )
+    lines = [f"{'':10}" + "".join(f"{head:>19}" for head in heads)]
     for case, runs in report["rounds"].items():
         rates = [run["goodput_gb_per_s"] for run in runs]
-        cpu = [statistics.median(run[f"{end}_cpu_s_per_gb"] for run in runs) for end in ("sender", "receiver")]
-        lines.append(
-            f"{case:10}{statistics.median(rates):14.2f}{min(rates):9.2f}{max(rates):9.2f}{cpu[0]:17.2f}{cpu[1]:19.2f}"
-        )
+        keys = [f"{end}_{name}_s_per_gb" for end in ends for name in ("cpu", "loop_cpu")]
+        figures = [statistics.median(rates), min(rates), max(rates)]
+        figures += [statistics.median(run[key] for run in runs) for key in keys]
+        lines.append(f"{case:10}" + "".join(f"{figure:19.2f}" for figure in figures))
     return "\n".join(lines)
 
 
