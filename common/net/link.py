@@ -123,10 +123,11 @@ class Link(asyncio.BufferedProtocol):
     @property
     def is_writable(self) -> bool:
         """False when enough waits in the transport's buffer, or to be sealed for it."""
-        if self._is_paused or self._transport is None or not self.is_open:
+        transport, num_bytes = self._transport, self._queue.num_bytes
+        if self._is_paused or transport is None or not self.is_open:
             return False
-        num_bytes = self._queue.num_bytes
-        return not num_bytes or num_bytes + self._transport.get_write_buffer_size() < HIGH_WATER_BYTES
+        _, high = transport.get_write_buffer_limits()
+        return not num_bytes or num_bytes + transport.get_write_buffer_size() < high
 
     @property
     def has_transport(self) -> bool:
