@@ -40,8 +40,13 @@ class SealQueue:
             self._parts.append(part.run())
             return
         future = self._codecs.seal(part)
-        future.add_done_callback(lambda _: self._on_sealed())
+        future.add_done_callback(self._sealed)
         self._parts.append(future)
+
+    def _sealed(self, future: asyncio.Future[memoryview]) -> None:
+        if not future.cancelled():
+            future.exception()  # so that asyncio does not complain when the link is gone and nobody takes it
+        self._on_sealed()
 
     def take(self) -> Part | None:
         """The first part, when it is ready.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from common.wire import handshake
 from common.wire.digest import segment_digest
 from common.wire.frames import FRAME_BYTES, parse_head
 from common.wire.framing import Unopened
-from common.wire.seal import TAG_BYTES, SealKey
+from common.wire.seal import TAG_BYTES, SealJob, SealKey
 from common.wire.session import ClientSession
 from common.wire.tokens import pack_tokens
 from tests.net.rig import FAST, WIDE, Rig, both_loops, model_info, on_uvloop, one_row, rigged
@@ -293,12 +294,37 @@ async def test_cancelled_while_pieces_are_being_sealed_and_opened(ends, monkeypa
 
 
 @on_uvloop
-async def test_closed_while_pieces_are_being_sealed(ends, monkeypatch):
-    SlowPool(monkeypatch, lambda job: asyncio.sleep(0.2))
+async def test_closed_while_pieces_are_being_sealed(ends, monkeypatch, caplog):
+    """Those that threads are at end, those that wait are cancelled; nobody complains."""
+    original = SealJob.run
+
+    def slow(job: SealJob) -> memoryview:
+        time.sleep(0.05 if job.num_bytes > 50_000 else 0)
+        return original(job)
+
+    monkeypatch.setattr(SealJob, "run", slow)
     async with rigged(WIDE, ONE_LINK, **ends.both()) as rig:
-        rig.ask(BIG)
-        await asyncio.sleep(0.05)
-    await asyncio.sleep(0.3)
+        prefill, _ = rig.ask(BIG)
+        await asyncio.sleep(0.12)
+    await prefill.closed()
+    await asyncio.sleep(0.2)
+    assert not [r for r in caplog.records if r.name == "asyncio"]
+
+
+@on_uvloop
+async def test_a_payload_that_cannot_be_sealed_costs_the_link(ends, monkeypatch):
+    original, failures = SealJob.run, [MemoryError("no room")]
+
+    def fail_once(job: SealJob) -> memoryview:
+        if job.num_bytes > 50_000 and failures:
+            raise failures.pop()
+        return original(job)
+
+    monkeypatch.setattr(SealJob, "run", fail_once)
+    async with rigged(WIDE, ONE_LINK, **ends.both()) as rig:
+        prefill, sink = rig.ask(BIG)
+        await rig.finish(prefill, sink)
+        assert not failures and rig.client.status()["num_sessions"] == 1
 
 
 # ---- keys used up
