@@ -220,6 +220,7 @@ class ServerPeer:
             "peer": peer.name if peer else None,
             "instance": peer.instance if peer else None,
             "address": control.address,
+            "certificate": control.certificate.name if control.certificate else None,
         }
 
     def _log_end(self, control: Link, error: PdError, *, has_left: bool) -> None:
