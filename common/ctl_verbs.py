@@ -48,7 +48,7 @@ def peers(daemon: str) -> Verb:
         f"The peers of {daemon}: state, address, links, round trip, bytes, and why a peer is not usable; also the\n"
         "rate at which the network delivers, where more than 1 MiB was sent beyond this machine.\n"
         "Says where a peer computes with other weights or dtypes than this daemon: tokens then depend on the route.\n"
-        "With --json also codec, identity, numerics, load, retransmits and more."
+        "With --json also codec, identity, numerics, load, each data link with its retransmissions, and the path."
     )
     return Verb("peers", "peers with state, links and traffic", text, _show("peers", peers_text))
 

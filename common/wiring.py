@@ -157,6 +157,7 @@ def link_options(config: SharedConfig) -> LinkOptions:
     links, stream = config.links, config.stream
     return LinkOptions(
         data_links=links.data_links,
+        congestion_control=links.congestion_control,
         heartbeat_s=links.heartbeat,
         lease_s=stream.lease,
         piece_bytes=links.piece_bytes,

@@ -9,7 +9,7 @@ from pydantic import AfterValidator
 
 from common.config import MAX_CONNECTIONS_WHY, MAX_STATE_BYTES, SharedConfig, check_bind
 from common.config_security import SecurityConfig
-from common.config_types import Array, Problem, Section, Size, key
+from common.config_types import Array, Problem, Rate, Section, Size, key
 from common.hosts import is_certificate_name
 from common.units import MIB
 
@@ -72,6 +72,17 @@ class PrefillSecurityConfig(SecurityConfig):
             message = f'is not used with security.mode = "{self.mode}": remove it'
             yield Problem(("security.allowed_names", "security.mode"), message)
 
+class EgressConfig(Section):
+    """How much of the network the state of prompts may take. Changes by reload.
+
+    A path that shows a queue is held just below what it carries anyway; these are bounds below that.
+    """
+
+    max_bps: Rate = key(0.0, 'Bits per second to all decodeds together, as "200Mbit/s"; 0 is no limit.', ge=0, le=1e13)
+    share: float = key(
+        1.0, "Part of what each decoded's path was seen to carry; below 1 leaves the rest to others.", ge=0.01, le=1.0
+    )
+
 
 class PrefillConfig(SharedConfig):
     """The root of prefilld's configuration."""
@@ -81,6 +92,7 @@ class PrefillConfig(SharedConfig):
     listen: ListenConfig = ListenConfig()
     http: HttpConfig = HttpConfig()
     limits: LimitsConfig = LimitsConfig()
+    egress: EgressConfig = EgressConfig()
 
     def check(self) -> Iterator[Problem]:
         yield from super().check()

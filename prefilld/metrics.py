@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from common.linkfacts import PathEstimate
 
 _BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 OUTCOMES = ("ok", "cancelled", "refused", "lost", "timeout", "error")
@@ -16,6 +20,16 @@ GATES = (
     "draining",
     "damaged",
 )
+
+_PATH_GAUGES = {
+    "goodput_bits_per_second": "Acknowledged payload, bits per second over the last second",
+    "capacity_bits_per_second": "What the path carries when it is the limit, bits per second; 0 before it was",
+    "cap_bits_per_second": "What the links together are held to, bits per second; 0 is no limit",
+    "confidence_ratio": "How sure the capacity is, 0 to 1",
+    "rtt_seconds": "Smoothed round-trip time, seconds",
+    "queueing_seconds": "How much longer than the shortest round trip it is, seconds",
+    "loss_ratio": "Part of the payload of the last second that was sent again, 0 to 1",
+}
 
 
 class PrefillMetrics:
@@ -70,6 +84,17 @@ class PrefillMetrics:
             ["direction"],
             registry=r,
         )
+        self.resent_bytes = Counter(
+            "prfaas_link_retransmitted_bytes_total",
+            "Payload bytes that the kernel sent again on data links that are not on loopback.",
+            registry=r,
+        )
+        self._paths = {
+            name: Gauge(
+                f"prfaas_path_{name}", f"{what}, by peer; data links that are not on loopback.", ["peer"], registry=r
+            )
+            for name, what in _PATH_GAUGES.items()
+        }
         self.running = Gauge("prfaas_running_requests", "Prefill requests admitted and not finished.", registry=r)
         self.queued = Gauge("prfaas_queued_requests", "Prefill requests waiting for admission.", registry=r)
         self.queued_tokens = Gauge("prfaas_queued_prompt_tokens", "Prompt tokens of queued requests.", registry=r)
@@ -87,3 +112,20 @@ class PrefillMetrics:
             self.refused.labels(gate)
         for direction in ("in", "out"):
             self.link_bytes.labels(direction)
+
+    def show_paths(self, paths: Mapping[str, PathEstimate]) -> None:
+        """Set the gauges of the paths to peers; those of others are gone."""
+        for gauge in self._paths.values():
+            gauge.clear()
+        for peer, path in paths.items():
+            shown = {
+                "goodput_bits_per_second": path.goodput_bps,
+                "capacity_bits_per_second": path.capacity_bps,
+                "cap_bits_per_second": path.cap_bps or 0.0,
+                "confidence_ratio": path.confidence,
+                "rtt_seconds": path.rtt_s,
+                "queueing_seconds": path.queueing_s,
+                "loss_ratio": path.loss,
+            }
+            for name, value in shown.items():
+                self._paths[name].labels(peer).set(value)

@@ -23,6 +23,7 @@ from common.looplag import LoopLag
 from common.metrics import Metrics
 from common.net.server import PrefillServer
 from common.policy.admission import AdmissionController, AdmissionLimits
+from common.policy.egress import Egress, EgressLimits
 from common.release import version
 from common.wire.connection import Closed
 from common.wire.session import StreamRefused
@@ -48,7 +49,7 @@ from prefilld.stream import StreamHandler
 
 log = logging.getLogger(__name__)
 _STALL_S = 60.0
-_RELOADABLE = ("limits", "log.level", "log.format", "drain", *RELOADABLE_SECURITY)
+_RELOADABLE = ("limits", "egress", "log.level", "log.format", "drain", *RELOADABLE_SECURITY)
 
 
 class PrefillService:
@@ -74,6 +75,7 @@ class PrefillService:
             progress_timeout_s=config.stream.progress_timeout,
             trace=self._trace,
         )
+        self._egress = Egress(EgressLimits(config.egress.max_bps, config.egress.share))
         self._server: PrefillServer | None = None
         self._runner: web.AppRunner | None = None
         self._fake: FakeDecoded | None = None
@@ -83,6 +85,7 @@ class PrefillService:
         self._refused_peers = RefusedPeers()
         self._counted_bytes = (0, 0)
         self._known_peers: set[tuple[str, str, str]] = set()
+        self._counted_resent = 0
 
     async def start(self) -> None:
         """Load the model, then listen. Raises StartupError."""
@@ -96,7 +99,9 @@ class PrefillService:
         if self._fake_peer is not None:
             security = bench_security(security)
         end = local_end(config, "prefill", self._backend.info, security)
-        self._server = PrefillServer(end, link_options(config), self._handler, load=self._load, trace=self._trace)
+        self._server = PrefillServer(
+            end, link_options(config), self._handler, load=self._load, egress=self._egress, trace=self._trace
+        )
         self._server.on_refused, self._server.on_fault = self._on_refused, self._on_fault
         self._server.on_stream_refused = self._on_stream_refused
         await self._server.start(config.listen.host, config.listen.port)
@@ -154,6 +159,7 @@ class PrefillService:
             self._server.set_security(security)
         self.config = config
         self._admission.limits = _limits(config)
+        self._egress.limits = EgressLimits(config.egress.max_bps, config.egress.share)
         self._handler.max_prompt_tokens = config.limits.max_prompt_tokens
         self._handler.start_admitted()
         return changed
@@ -293,6 +299,9 @@ class PrefillService:
             for direction, num, counted in zip(("in", "out"), traffic, before, strict=True):
                 m.link_bytes.labels(direction).inc(max(0, num - counted))
             self._counted_bytes = traffic
+            m.show_paths(self._server.paths)
+            m.resent_bytes.inc(self._egress.resent_bytes - self._counted_resent)
+            self._counted_resent = self._egress.resent_bytes
         held = self._backend.stats().state_bytes
         for spec in self._backend.info.layout.states:
             m.state_bytes.labels(spec.kind).set(held.get(spec.kind, 0))

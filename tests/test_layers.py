@@ -19,7 +19,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("common", "prefilld", "decoded")
-BASE = ("common.errors", "common.units", "common.request", "common.layout", "common.resources", "common.hosts")
+BASE = ("common.errors", "common.units", "common.request", "common.layout", "common.resources", "common.hosts",
+        "common.linkfacts")  # fmt: skip
 CLOCK = ("time", "datetime")
 
 TOP_LEVEL = {

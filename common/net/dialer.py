@@ -196,6 +196,11 @@ class Dialer(LinkOwner):
     def link_secured(self, link: Link, certificate: CertificateFacts) -> None:
         """TLS has compared the name: nothing more is asked for."""
 
+    @property
+    def congestion_control(self) -> str:
+        """Of every link."""
+        return self.options.congestion_control
+
     def link_opened(self, link: Link, peer: HelloAck | None) -> None:
         """The handshake is done."""
         if link.index == 0 and peer is not None:

@@ -13,11 +13,14 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from time import monotonic, time
 from typing import Protocol, cast
 
 from common.errors import LinkLost, PdError, PeerError, RemoteProtocolError, TlsFailed
 from common.hosts import is_loopback
+from common.linkfacts import LinkKey, LinkPlan, LinkSample
+from common.net import tuning
 from common.net.codecs import CodecPool
 from common.net.sealing import SealQueue
 from common.net.tcpinfo import tcp_info
@@ -27,11 +30,13 @@ from common.wire.messages import HelloAck, Message
 from common.wire.outgoing import OutPiece
 
 log = logging.getLogger(__name__)
-HIGH_WATER_BYTES = 4 << 20
+# What may wait in front of the kernel, before anything is known of a link's rate; on loopback, for speed.
+QUEUE_BYTES, LOOPBACK_QUEUE_BYTES = 1 << 20, 4 << 20
 HELD_BYTES = 16 << 20
 """Sealed payloads of one link that wait to be opened; past it nothing more is read."""
 _TLS_READ_BYTES = 32 << 10
 _LINGER_S = 1.0
+_SHOWN = ("rtt_s", "min_rtt_s", "cwnd_bytes", "bytes_acked", "bytes_sent", "bytes_retrans", "delivery_bps")
 _MIN_RATE_BYTES = 1 << 20
 
 
@@ -47,6 +52,10 @@ def unix_now() -> float:
 
 class LinkOwner(Protocol):
     """Who is told what happens on a link. All calls come on the event loop."""
+
+    @property
+    def congestion_control(self) -> str:
+        """Of its links; "auto" is the best the kernel has."""
 
     def link_secured(self, link: Link, certificate: CertificateFacts) -> None:
         """TLS is there and the certificate verified. May raise RemoteProtocolError, which is told to the peer."""
@@ -82,7 +91,7 @@ class Link(asyncio.BufferedProtocol):
         self._make_tls, self._is_tls_optional = tls, is_tls_optional
         self.loop = asyncio.get_running_loop()
         self.bytes_out = 0
-        self.address = ""
+        self.address = self.congestion_control = ""
         self.certificate: CertificateFacts | None = None
         """The peer's, on a control link with TLS."""
         self.on_written: Callable[[OutPiece], None] | None = None
@@ -102,6 +111,7 @@ class Link(asyncio.BufferedProtocol):
         self._queue = SealQueue(codecs, self._sealed)
         self._unwritten: deque[tuple[int, OutPiece]] = deque()
         self._is_polling = False
+        self._plan: LinkPlan | None = None
 
     @property
     def connection(self) -> Connection:
@@ -140,11 +150,55 @@ class Link(asyncio.BufferedProtocol):
         return found if found is not None and found.fileno() >= 0 else None
 
     @property
+    def is_loopback(self) -> bool:
+        """Both ends are on this machine."""
+        return is_loopback(self.address.rpartition(":")[0])
+
+    def sample(self, key: LinkKey) -> LinkSample | None:
+        """What the kernel says of this link now; None where it says nothing, and on loopback: there is no path."""
+        info = tcp_info(self.socket()) if self._transport is not None and not self.is_loopback else None
+        if info is None or self._transport is None:
+            return None
+        return LinkSample(
+            key=key,
+            rtt_s=info.rtt_s,
+            min_rtt_s=info.min_rtt_s,
+            bytes_acked=info.bytes_acked,
+            bytes_sent=info.bytes_sent,
+            bytes_retrans=info.bytes_retrans,
+            rwnd_limited_s=info.rwnd_limited_s,
+            sndbuf_limited_s=info.sndbuf_limited_s,
+            has_backlog=info.notsent_bytes > 0 or self._transport.get_write_buffer_size() > 0,
+        )
+
+    def tune(self, plan: LinkPlan) -> None:
+        """Send as the plan says from now on."""
+        before, self._plan, sock = self._plan, plan, self.socket()
+        if sock is None or self._transport is None or plan == before:
+            return
+        if before is None or plan.queue_bytes != before.queue_bytes:
+            self._transport.set_write_buffer_limits(high=plan.queue_bytes)
+        if plan.pacing_bps != (before.pacing_bps if before else None):
+            tuning.set_pacing(sock, plan.pacing_bps)
+        if plan.send_buffer_bytes and plan.send_buffer_bytes != (before.send_buffer_bytes if before else None):
+            tuning.set_send_buffer(sock, plan.send_buffer_bytes)
+
+    def status(self) -> dict[str, object]:
+        """What `peers --json` shows of a link: the kernel's view, and how it was tuned."""
+        info, plan = tcp_info(self.socket()), self._plan
+        facts: dict[str, object] = {"link": self.index, "congestion_control": self.congestion_control}
+        if info is not None:
+            facts |= {name: getattr(info, name) for name in _SHOWN}
+        if plan is not None:
+            facts |= asdict(plan)
+        return facts
+
+    @property
     def delivery_bps(self) -> float | None:
         """Bits per second at which the kernel last saw our bytes arrive. None before there were enough of them to
         measure, and on loopback, where it is the speed of memory.
         """
-        if self.bytes_out < _MIN_RATE_BYTES or is_loopback(self.address.rpartition(":")[0]):
+        if self.bytes_out < _MIN_RATE_BYTES or self.is_loopback:
             return None
         info = tcp_info(self.socket())
         return info.delivery_bps if info else None
@@ -155,11 +209,14 @@ class Link(asyncio.BufferedProtocol):
         """A transport is there: say Hello if we are the client."""
         # uvloop's transports are not registered as asyncio.Transport.
         self._transport = transport = cast(asyncio.Transport, transport)
-        transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         sock = transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         name = transport.get_extra_info("peername")
         self.address = f"{name[0]}:{name[1]}" if name else "?"
+        transport.set_write_buffer_limits(high=LOOPBACK_QUEUE_BYTES if self.is_loopback else QUEUE_BYTES)
+        if not self.is_loopback:
+            self.congestion_control = tuning.set_congestion_control(sock, self.owner.congestion_control)
+            tuning.set_notsent_limit(sock, tuning.NOTSENT_BYTES)
         connection = self._connection = self._make(self, now())
         if self._make_tls is not None:
             self._tls_buffer = memoryview(bytearray(_TLS_READ_BYTES))

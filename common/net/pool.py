@@ -27,7 +27,6 @@ from common.net.options import (
     TransferReport,
 )
 from common.net.remote import RemotePrefill
-from common.net.tcpinfo import tcp_info
 from common.net.tls import CertificateFacts, TlsChannel
 from common.wire.buffers import BUFFERS
 from common.wire.connection import FAULT_CODES, Received
@@ -183,7 +182,6 @@ class PeerClient:
     def status(self) -> dict[str, object]:
         """What `peers` shows."""
         peer, control = self._session.peer, self._dialer.control
-        info = tcp_info(next((link.socket() for link in self._dialer.data.values()), None))
         return {
             "name": self.name,
             "address": f"{self.host}:{self.port}",
@@ -198,8 +196,8 @@ class PeerClient:
             "rtt_s": control.connection.rtt_s if control else None,
             "bytes_in": self._dialer.bytes_in + sum(link.connection.bytes_in for link in self._links()),
             "bytes_out": self._dialer.bytes_out + sum(link.bytes_out for link in self._links()),
-            "retransmits": info.num_retransmits if info else None,
             "delivery_bps": delivery_bps(self._dialer.data.values()),
+            "data_links": [link.status() for link in self._dialer.data.values()],
             "peer_name": peer.name if peer else None,
             "instance_id": peer.instance if peer else None,
             "identity": _identity(peer) if peer else None,

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from common.errors import AuthFailed, LinkLost, StartupError, TlsFailed, UnknownFrame
 from common.hosts import is_loopback
+from common.linkfacts import EgressControl, LinkKey, PathEstimate
 from common.net.codecs import CodecPool
 from common.net.ends import connection_config
+from common.net.governor import Governor
 from common.net.link import Link
 from common.net.options import LinkOptions, LocalEnd, PeerId, RemoteRequest, Security, Trace
 from common.net.server_peer import Handler, ServerPeer
@@ -35,7 +37,8 @@ class PrefillServer:
     """Listens for decodeds.
 
     `handler(stream)` runs as one task per requested stream; it is cancelled when the client cancels, leaves, or its
-    lease ends. `load()` gives the facts of Status messages, every heartbeat. `trace` is described in options.py.
+    lease ends. `load()` gives the facts of Status messages, every heartbeat. `egress` decides how fast links send
+    (none: as fast as the kernel does). `trace` is described in options.py.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class PrefillServer:
         handler: Handler,
         *,
         load: Callable[[], Mapping[str, float]] | None = None,
+        egress: EgressControl | None = None,
         trace: Trace | None = None,
     ) -> None:
         self.local, self.options, self.handler = local, options, handler
@@ -63,6 +67,7 @@ class PrefillServer:
         self._peers: dict[str, ServerPeer] = {}
         self._links: dict[Link, ServerPeer] = {}
         self._forgotten = (0, 0)
+        self._governor = Governor(egress, self._data_links) if egress is not None else None
 
     @property
     def port(self) -> int:
@@ -98,6 +103,11 @@ class PrefillServer:
         totals = [self._forgotten, *(peer.traffic for peer in self._peers.values())]
         return sum(n for n, _ in totals), sum(n for _, n in totals)
 
+    @property
+    def paths(self) -> dict[str, PathEstimate]:
+        """What is known about the ways to peers to whom anything was sent, by their names."""
+        return {peer.name: path for peer in self._peers.values() if (path := peer.path) is not None}
+
     async def start(self, host: str, port: int) -> None:
         """Bind and listen.
 
@@ -122,6 +132,8 @@ class PrefillServer:
         for link in [*self._early, *self._links]:
             if link.has_transport:
                 link.leave("this prefilld closes")
+        if self._governor is not None:
+            self._governor.close()
         self._codecs.close()
         await asyncio.sleep(0)
 
@@ -137,6 +149,11 @@ class PrefillServer:
         self._config = connection_config(self.local, self.options)
 
     # ---- LinkOwner
+
+    @property
+    def congestion_control(self) -> str:
+        """Of every link."""
+        return self.options.congestion_control
 
     def link_secured(self, link: Link, certificate: CertificateFacts) -> None:
         """A client's certificate was verified: is it one of those that may? Raises AuthFailed."""
@@ -224,9 +241,15 @@ class PrefillServer:
     def _by_session(self, session: bytes) -> ServerPeer | None:
         return next((p for p in self._peers.values() if p.control is not None and p.session_id == session), None)
 
+    def _data_links(self) -> Iterator[tuple[LinkKey, Link]]:
+        for instance, peer in self._peers.items():
+            for index, link in peer.data.items():
+                yield (instance, index), link
+
     def _new_peer(self) -> ServerPeer:
         info = self.local.info
         peer = ServerPeer(self._config.ack, info.layout, info.vocab_size, self._codecs, self.handler, self.trace)
+        peer.governor = self._governor
         peer.load, peer.on_idle, peer.on_refused = self.load, self._sweep, self._stream_refused
         return peer
 

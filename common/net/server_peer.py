@@ -10,15 +10,17 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
 from math import isfinite
 
 from common.errors import LinkLost, PdError, PeerEngineFailed, PeerError
 from common.layout import StateLayout
+from common.linkfacts import PathEstimate
 from common.net.codecs import CodecPool
+from common.net.governor import Governor
 from common.net.link import Link, delivery_bps, now, security_facts
 from common.net.options import PeerId, Trace
 from common.net.server_stream import ServerStream, StreamPort
-from common.net.tcpinfo import tcp_info
 from common.wire.connection import Received
 from common.wire.messages import Drain, HelloAck, Status
 from common.wire.outgoing import OutPiece, SendStream
@@ -28,6 +30,8 @@ from common.wire.tables import Phase
 
 _EXPIRE_AGAIN_S = 0.02
 """The loop's clock is coarser than ours, so that the timer may come a moment too early."""
+# Pieces last about so long on their link, and are at least so large.
+PIECE_S, MIN_PIECE = 0.04, 256 << 10
 log = logging.getLogger(__name__)
 Handler = Callable[[ServerStream], Awaitable[None]]
 
@@ -51,6 +55,7 @@ class ServerPeer:
         self.control: Link | None = None
         self.data: dict[int, Link] = {}
         self.load: Callable[[], Mapping[str, float]] | None = None
+        self.governor: Governor | None = None
         self.on_idle: Callable[[], None] | None = None
         self.on_refused: Callable[[StreamRefused, str], None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -175,6 +180,8 @@ class ServerPeer:
                 if piece is None:
                     return
                 link.send_piece(piece)
+                if self.governor is not None and not link.is_loopback:
+                    self.governor.wake()
                 if (entry := self._streams.get(piece.stream)) is not None:
                     entry[0].moved()
                 if not link.is_writable:
@@ -196,7 +203,6 @@ class ServerPeer:
         """What `peers` shows."""
         peer, control = self.session.peer, self.control
         num_in, num_out = self.traffic
-        info = tcp_info(next((link.socket() for link in self.data.values()), None))
         return {
             "name": peer.name if peer else "?",
             "instance_id": peer.instance if peer else "?",
@@ -210,8 +216,9 @@ class ServerPeer:
             "rtt_s": control.connection.rtt_s if control else None,
             "bytes_in": num_in,
             "bytes_out": num_out,
-            "retransmits": info.num_retransmits if info else None,
             "delivery_bps": delivery_bps(self.data.values()),
+            "data_links": [link.status() for link in self.data.values()],
+            "path": asdict(path) if (path := self.path) is not None else None,
         }
 
     def _who(self, control: Link) -> dict[str, object]:
@@ -245,7 +252,7 @@ class ServerPeer:
         port = StreamPort(
             layout=self.layout,
             codecs=self.codecs,
-            piece_bytes=min(self.ours.max_piece_bytes, peer.max_piece_bytes),
+            piece_bytes=self._piece_bytes,
             max_segment_bytes=min(self.ours.max_segment_bytes, peer.max_segment_bytes),
             new_handle=self.session.new_handle,
             settle=self._settle,
@@ -256,6 +263,24 @@ class ServerPeer:
         task = self._loop.create_task(self._run(served), name=f"stream {peer.name}/{stream.stream_id}")
         self._streams[stream] = (served, task)
         task.add_done_callback(lambda t: self._done(stream, served, t))
+
+    def _piece_bytes(self) -> int:
+        """Of the next segment: small where links are slow, so that the faster one takes more and no tail is long."""
+        most = min(self.ours.max_piece_bytes, self.session.peer.max_piece_bytes if self.session.peer else MIN_PIECE)
+        links = [link for link in self.data.values() if not link.is_loopback]
+        if not links:
+            return most
+        path = self.path
+        bytes_per_s = max(path.goodput_bps, path.capacity_bps) / 8 / len(links) if path is not None else 0.0
+        wanted = max(MIN_PIECE, 1 << max(0, int(PIECE_S * bytes_per_s)).bit_length() >> 1)
+        return min(most, wanted)
+
+    @property
+    def path(self) -> PathEstimate | None:
+        """What is known about the way to this client."""
+        if self.governor is None or self.session.peer is None:
+            return None
+        return self.governor.control.estimate(self.session.peer.instance)
 
     async def _run(self, served: ServerStream) -> None:
         await self.handler(served)

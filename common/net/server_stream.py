@@ -29,7 +29,7 @@ class StreamPort:
 
     layout: StateLayout
     codecs: CodecPool
-    piece_bytes: int
+    piece_bytes: Callable[[], int]
     max_segment_bytes: int
     new_handle: Callable[[], bytes]
     settle: Callable[[SendStream], None]
@@ -125,7 +125,7 @@ class ServerStream:
             self._check()
             raw_bytes = sum(n for n, _ in runs)
             queued = self._stream.add_segment(
-                (part.start, part.stop), part.layers, raw_bytes, encoded, port.piece_bytes
+                (part.start, part.stop), part.layers, raw_bytes, encoded, port.piece_bytes()
             )
             self._trace("segment_encoded", segment=queued)
             port.settle(self._stream)

@@ -1,0 +1,81 @@
+"""Facts about links and what is decided from them: plain frozen data between net/ (which measures) and policy/."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+LinkKey = tuple[str, int]
+"""(peer's instance id, number of the data link)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSample:
+    """One data link at one instant: the kernel's counters since the link began, and what waits at our end.
+
+    Attributes:
+        rtt_s, min_rtt_s: smoothed and smallest round-trip time.
+        bytes_acked: payload that the peer's kernel has.
+        bytes_sent, bytes_retrans: given to the network, repetitions included; repetitions alone.
+        rwnd_limited_s, sndbuf_limited_s: time in which the peer's window, or our send buffer, was the limit.
+        has_backlog: there is more to send than the kernel has taken.
+    """
+
+    key: LinkKey
+    rtt_s: float
+    min_rtt_s: float
+    bytes_acked: int
+    bytes_sent: int
+    bytes_retrans: int
+    rwnd_limited_s: float
+    sndbuf_limited_s: float
+    has_backlog: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPlan:
+    """How a link is to send.
+
+    Attributes:
+        pacing_bps: bits per second at most; None is no limit.
+        send_buffer_bytes: for the kernel; None leaves it.
+        queue_bytes: how much more than the kernel took may wait at this link: a link's tail is never longer than that.
+    """
+
+    pacing_bps: float | None
+    send_buffer_bytes: int | None
+    queue_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PathEstimate:
+    """What is known about the way to one peer, over all its data links.
+
+    Attributes:
+        goodput_bps: acknowledged payload over the last second with something to send; 0 before the first.
+        capacity_bps: what the path carries when it is the limit; 0 before it was.
+        confidence: 0 to 1: how much was measured, and how recently.
+        queueing_s: how much longer than the shortest the round trips take now.
+        loss: share of the payload sent within the last second that was sent again.
+        cap_bps: what all links together are held to; None is no limit.
+    """
+
+    goodput_bps: float
+    capacity_bps: float
+    confidence: float
+    rtt_s: float
+    min_rtt_s: float
+    queueing_s: float
+    loss: float
+    cap_bps: float | None
+
+
+class EgressControl(Protocol):
+    """Decides, every tick, how fast each link may send (policy/egress.py)."""
+
+    def step(self, now: float, samples: Sequence[LinkSample]) -> Mapping[LinkKey, LinkPlan]:
+        """Plans for the links sampled; `now` is monotonic seconds. A link that is not there is gone."""
+
+    def estimate(self, peer: str) -> PathEstimate | None:
+        """Of a peer's path; None before anything was sent to it."""

@@ -1,0 +1,192 @@
+"""How much one peer's path carries, and what all links to it are held to so that its queues stay short.
+
+A sender that is never held back fills the buffer before the narrowest hop: round trips double and packets are dropped.
+Several sockets with BBR do that together though none does alone. So once the round trips show a queue, the sum over the
+links is held just below what arrived while there was one, which is what the path carries, and from time to time let up
+a little to see whether it carries more (the cycle of BBR, Cardwell et al., ACM Queue 14(5), 2016, over all links at
+once). A path that shows no queue is never held. Pure; used by egress.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from common.linkfacts import LinkSample, PathEstimate
+
+# Round trips that are longer than the shortest by this part of it, and by this time, have met a queue.
+QUEUE_SHARE, QUEUE_S = 0.5, 0.005
+# Ticks in a row that must have met one.
+NUM_QUEUED = 3
+# What the links together are held to, in parts of the capacity.
+CRUISE, PROBE, DRAIN = 0.97, 1.12, 0.8
+CRUISE_S, PROBE_S, MAX_DRAIN_S, PROBE_RTTS = 8.0, 0.3, 2.0, 4
+# More than the capacity by this much is a larger capacity; less than what the links may send by this much is a smaller.
+LARGER, SMALLER, SMALLER_S = 1.02, 0.85, 1.0
+# Over so long is goodput measured: `RATE_S` or some round trips for decisions, `SHOWN_S` for people and for loss.
+RATE_S, RATE_RTTS, SHOWN_S = 0.3, 4, 1.0
+# Seconds of saturation for full confidence, and in which half of it is forgotten.
+SURE_S, FORGET_S = 3.0, 120.0
+
+
+class Mode(Enum):
+    """What is done at the moment."""
+
+    FREE = auto()
+    DRAIN = auto()
+    CRUISE = auto()
+    PROBE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """One interval: `seconds` until `at`; `is_saturated`: there always was more to send."""
+
+    at: float
+    seconds: float
+    num_acked: int
+    num_sent: int
+    num_retrans: int
+    queueing_s: float
+    is_saturated: bool
+
+
+class Path:
+    """One peer's path. `note` every tick, then read `cap_bps` and `estimate`.
+
+    `share`: of the capacity that may be used; probes go beyond it, since what is never reached is never seen.
+    """
+
+    def __init__(self) -> None:
+        self.mode = Mode.FREE
+        self.capacity_bps, self.share = 0.0, 1.0
+        self._probed_bps = 0.0
+        self._mode_at = 0.0
+        self._ticks: deque[Tick] = deque()
+        self._last: dict[int, LinkSample] = {}
+        self._last_at = 0.0
+        self._num_queued = 0
+        self._rtt_s = self._min_rtt_s = 0.0
+        self._saturated_s, self._saturated_at = 0.0, 0.0
+        self._short_since: float | None = None
+
+    @property
+    def cap_bps(self) -> float | None:
+        """Bits per second for all links together; None while the path is not held."""
+        if self.mode is Mode.PROBE:
+            return PROBE * self.capacity_bps
+        if self.mode is Mode.FREE and (self.share == 1.0 or not self.capacity_bps):
+            return None
+        return (DRAIN if self.mode is Mode.DRAIN else CRUISE) * self.share * self.capacity_bps
+
+    def estimate(self, now: float) -> PathEstimate:
+        """What is known at `now`."""
+        shown = [t for t in self._ticks if t.at > now - SHOWN_S - t.seconds]
+        num_sent = sum(t.num_sent for t in shown)
+        sure = min(1.0, self._saturated_s / SURE_S) * 0.5 ** (max(0.0, now - self._saturated_at) / FORGET_S)
+        return PathEstimate(
+            goodput_bps=_rate(shown),
+            capacity_bps=self.capacity_bps,
+            confidence=sure if self._saturated_at else 0.0,
+            rtt_s=self._rtt_s,
+            min_rtt_s=self._min_rtt_s,
+            queueing_s=shown[-1].queueing_s if shown else 0.0,
+            loss=sum(t.num_retrans for t in shown) / num_sent if num_sent else 0.0,
+            cap_bps=self.cap_bps,
+        )
+
+    def note(self, now: float, samples: Sequence[LinkSample], allowed_bps: float | None = None) -> None:
+        """The links of this peer as they are at `now`; `allowed_bps`: what they might send together until now."""
+        tick = self._tick(now, samples)
+        self._last, self._last_at = {s.key[1]: s for s in samples}, now
+        if tick is None:
+            return
+        self._ticks.append(tick)
+        while self._ticks[0].at < now - 2 * max(SHOWN_S, RATE_RTTS * self._rtt_s):
+            self._ticks.popleft()
+        if not tick.is_saturated:
+            self._num_queued, self._short_since = 0, None
+            return
+        self._saturated_s, self._saturated_at = self._saturated_s + tick.seconds, now
+        is_queued = tick.queueing_s > max(QUEUE_S, QUEUE_SHARE * self._min_rtt_s)
+        self._num_queued = self._num_queued + 1 if is_queued else 0
+        cap = self.cap_bps
+        if is_queued or allowed_bps is None or (cap is not None and allowed_bps >= cap):
+            self._decide(now, self._goodput(now))
+
+    def _tick(self, now: float, samples: Sequence[LinkSample]) -> Tick | None:
+        seconds = now - self._last_at
+        pairs = [(s, self._last[s.key[1]]) for s in samples if s.key[1] in self._last]
+        if not pairs or seconds <= 0:
+            return None
+        self._min_rtt_s = min(s.min_rtt_s for s in samples)
+        moved = [(s, before) for s, before in pairs if s.bytes_acked > before.bytes_acked] or pairs
+        self._rtt_s = sum(s.rtt_s for s, _ in moved) / len(moved)
+        return Tick(
+            at=now,
+            seconds=seconds,
+            num_acked=sum(max(0, s.bytes_acked - before.bytes_acked) for s, before in pairs),
+            num_sent=sum(max(0, s.bytes_sent - before.bytes_sent) for s, before in pairs),
+            num_retrans=sum(max(0, s.bytes_retrans - before.bytes_retrans) for s, before in pairs),
+            queueing_s=max(0.0, self._rtt_s - self._min_rtt_s),
+            is_saturated=any(s.has_backlog and before.has_backlog for s, before in pairs),
+        )
+
+    def _goodput(self, now: float) -> float | None:
+        """Bits per second over the latest saturated ticks; None when there are too few of them."""
+        wanted = max(RATE_S, RATE_RTTS * self._min_rtt_s)
+        ticks: list[Tick] = []
+        for tick in reversed(self._ticks):
+            if not tick.is_saturated or sum(t.seconds for t in ticks) >= wanted:
+                break
+            ticks.append(tick)
+        return _rate(ticks) if sum(t.seconds for t in ticks) >= 0.9 * wanted else None
+
+    def _decide(self, now: float, goodput: float | None) -> None:
+        age, is_queued = now - self._mode_at, self._num_queued >= NUM_QUEUED
+        if goodput is not None and goodput > LARGER * self.capacity_bps:
+            self.capacity_bps = goodput
+        if self.mode is Mode.FREE:
+            if is_queued and goodput is not None:
+                self.capacity_bps = goodput
+                self._enter(Mode.DRAIN, now)
+        elif self.mode is Mode.DRAIN:
+            if self._num_queued == 0 or age >= MAX_DRAIN_S:
+                self._enter(Mode.CRUISE, now)
+        elif self.mode is Mode.PROBE:
+            if is_queued:
+                self._enter(Mode.DRAIN, now)
+            elif age >= max(PROBE_S, PROBE_RTTS * self._min_rtt_s):
+                # A larger capacity was taken over above; a probe that found one is followed by the next at once.
+                self._enter(Mode.PROBE if self.capacity_bps > self._probed_bps else Mode.CRUISE, now)
+        else:
+            self._cruise(now, age, goodput, is_queued=is_queued)
+
+    def _cruise(self, now: float, age: float, goodput: float | None, *, is_queued: bool) -> None:
+        is_short = goodput is not None and goodput < SMALLER * CRUISE * self.share * self.capacity_bps
+        if not is_short:
+            self._short_since = None
+        elif self._short_since is None:
+            self._short_since = now
+        if self._short_since is not None and now - self._short_since >= SMALLER_S and goodput is not None:
+            # With a queue the path carries less than it did; without one it is not the path that holds the links back.
+            self.capacity_bps = goodput
+            self._enter(Mode.DRAIN if is_queued else Mode.FREE, now)
+        elif is_queued:
+            # The links are held to more than arrives: what arrives is the capacity.
+            if self.share == 1.0:
+                self.capacity_bps = min(self.capacity_bps, goodput or self.capacity_bps)
+            self._enter(Mode.DRAIN, now)
+        elif age >= CRUISE_S:
+            self._enter(Mode.PROBE, now)
+
+    def _enter(self, mode: Mode, now: float) -> None:
+        self.mode, self._mode_at, self._num_queued, self._short_since = mode, now, 0, None
+        self._probed_bps = self.capacity_bps
+
+
+def _rate(ticks: Sequence[Tick]) -> float:
+    seconds = sum(t.seconds for t in ticks)
+    return 8.0 * sum(t.num_acked for t in ticks) / seconds if seconds else 0.0

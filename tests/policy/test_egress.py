@@ -1,0 +1,267 @@
+"""Egress control against a made-up path: a bottleneck with a queue, and senders that fill whatever they may."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+import pytest
+
+from common.linkfacts import LinkPlan, LinkSample
+from common.policy.egress import MAX_QUEUE_BYTES, MIN_QUEUE_BYTES, Egress, EgressLimits, waterfill
+from common.policy.path import Mode
+
+TICK_S = 0.1
+
+
+@dataclass
+class FluidPath:
+    """`rate_bps` of a bottleneck behind a queue that drops beyond `queue_s`; links send what their plan allows.
+
+    `most_bps`: what a link could send at most by itself (what loss leaves of it, for one).
+    """
+
+    egress: Egress
+    rate_bps: float
+    rtt_s: float = 0.02
+    most_bps: list[float] = field(default_factory=lambda: [inf] * 4)
+    peer: str = "d"
+    queue_s: float = 0.1
+    is_busy: bool = True
+    queued_s: float = 0.0
+    goodput_bps: float = 0.0
+    acked: list[float] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
+    resent: list[float] = field(default_factory=list)
+    plans: dict[int, LinkPlan] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.acked, self.sent, self.resent = ([0.0] * len(self.most_bps) for _ in range(3))
+
+    def move(self) -> list[LinkSample]:
+        """One tick of traffic."""
+        wanted = [0.0] * len(self.most_bps)
+        if self.is_busy:
+            for i, most in enumerate(self.most_bps):
+                pacing = self.plans[i].pacing_bps if i in self.plans else None
+                # A sender that nobody holds back sends more than its part of the path.
+                wanted[i] = min(most, pacing if pacing is not None else 1.5 * self.rate_bps / len(self.most_bps))
+        offered = sum(wanted)
+        self.queued_s = max(0.0, self.queued_s + TICK_S * (offered / self.rate_bps - 1))
+        dropped = max(0.0, self.queued_s - self.queue_s)
+        self.queued_s -= dropped
+        arrived = self.rate_bps if self.queued_s > 0 else min(offered, self.rate_bps)
+        self.goodput_bps = arrived
+        for i, rate in enumerate(wanted):
+            part = rate / offered if offered else 0.0
+            self.acked[i] += part * arrived * TICK_S / 8
+            self.sent[i] += (part * arrived * TICK_S + part * dropped * self.rate_bps) / 8
+            self.resent[i] += part * dropped * self.rate_bps / 8
+        return [
+            LinkSample(
+                key=(self.peer, i),
+                rtt_s=self.rtt_s + self.queued_s,
+                min_rtt_s=self.rtt_s,
+                bytes_acked=int(self.acked[i]),
+                bytes_sent=int(self.sent[i]),
+                bytes_retrans=int(self.resent[i]),
+                rwnd_limited_s=0.0,
+                sndbuf_limited_s=0.0,
+                has_backlog=self.is_busy,
+            )
+            for i in range(len(wanted))
+        ]
+
+
+class World:
+    """Paths of one daemon in virtual time."""
+
+    def __init__(self, *rates_bps: float, limits: EgressLimits | None = None, **each) -> None:
+        self.egress, self.now = Egress(limits or EgressLimits()), 100.0
+        self.paths = [FluidPath(self.egress, rate, peer=f"d{n}", **each) for n, rate in enumerate(rates_bps)]
+
+    def run(self, seconds: float) -> list[float]:
+        """Goodput of all paths together at each tick."""
+        seen = []
+        for _ in range(round(seconds / TICK_S)):
+            samples = [s for path in self.paths for s in path.move()]
+            self.now += TICK_S
+            for (peer, link), plan in self.egress.step(self.now, samples).items():
+                self.paths[int(peer[1:])].plans[link] = plan
+            seen.append(sum(path.goodput_bps for path in self.paths))
+        return seen
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def test_a_saturated_path_is_held_just_below_what_it_carries() -> None:
+    world = World(250e6)
+    world.run(2)
+    [path] = world.paths
+    sent, resent = sum(path.sent), sum(path.resent)
+    goodput = world.run(20)
+    assert mean(goodput) > 0.95 * 250e6
+    assert sum(path.resent) - resent < 0.01 * (sum(path.sent) - sent)
+    known = world.egress.estimate("d0")
+    assert known is not None
+    assert known.capacity_bps == pytest.approx(250e6, rel=0.03)
+    assert known.confidence == 1.0
+    assert known.cap_bps is not None
+    assert known.queueing_s < 0.5 * path.rtt_s
+
+
+def test_queues_stay_short() -> None:
+    world = World(100e6, rtt_s=0.08, queue_s=0.3)
+    world.run(3)
+    queues = []
+    for _ in range(200):
+        world.run(TICK_S)
+        queues.append(world.paths[0].queued_s)
+    assert mean(queues) < 0.25 * 0.08
+    assert max(queues) < 0.08
+
+
+def test_a_path_without_a_queue_is_not_held() -> None:
+    world = World(1e9, most_bps=[60e6] * 4)  # loss, not the path, is what holds these links back
+    world.run(10)
+    assert all(plan.pacing_bps is None for plan in world.paths[0].plans.values())
+    known = world.egress.estimate("d0")
+    assert known is not None
+    assert known.goodput_bps == pytest.approx(240e6, rel=0.02)
+    assert known.cap_bps is None
+
+
+@pytest.mark.parametrize(("before", "after"), [(250e6, 100e6), (100e6, 250e6)])
+def test_a_path_that_changes_is_followed(before: float, after: float) -> None:
+    world = World(before)
+    world.run(15)
+    world.paths[0].rate_bps = after
+    world.run(15)
+    assert mean(world.run(10)) > 0.93 * after
+    assert world.paths[0].queued_s < 0.05
+
+
+def test_a_link_that_loses_packets_does_not_keep_its_share() -> None:
+    world = World(200e6, most_bps=[5e6, inf, inf, inf])
+    world.run(12)
+    assert mean(world.run(10)) > 0.92 * 200e6
+    pacing = [world.paths[0].plans[i].pacing_bps for i in range(4)]
+    assert all(p is not None for p in pacing)
+    assert pacing[0] < 0.5 * min(pacing[1:])
+
+
+def test_what_is_known_holds_from_the_first_tick_of_the_next_burst() -> None:
+    world = World(250e6)
+    world.run(6)
+    [path] = world.paths
+    path.is_busy = False
+    world.run(5)
+    resent = sum(path.resent)
+    path.is_busy = True
+    assert mean(world.run(1)[1:]) > 0.9 * 250e6
+    assert sum(path.resent) == resent
+    assert max(p.pacing_bps or inf for p in path.plans.values()) < 0.5 * 250e6
+
+
+def test_confidence_fades_while_nothing_is_sent() -> None:
+    world = World(250e6)
+    assert world.egress.estimate("d0") is None
+    world.run(1)
+    early = world.egress.estimate("d0")
+    world.run(5)
+    sure = world.egress.estimate("d0")
+    world.paths[0].is_busy = False
+    world.run(120)
+    later = world.egress.estimate("d0")
+    assert early is not None
+    assert sure is not None
+    assert later is not None
+    assert 0 < early.confidence < sure.confidence == 1.0
+    assert later.confidence == pytest.approx(0.5, abs=0.01)
+    assert later.goodput_bps == 0.0
+
+
+def test_the_budget_holds_over_all_peers_and_goes_to_those_who_use_it() -> None:
+    world = World(500e6, 500e6, limits=EgressLimits(max_bps=200e6))
+    world.run(3)
+    assert mean(world.run(5)) == pytest.approx(200e6, rel=0.03)
+    first, second = world.paths
+    assert first.goodput_bps == pytest.approx(second.goodput_bps, rel=0.1)
+    second.is_busy = False
+    world.run(2)
+    assert first.goodput_bps > 0.7 * 200e6
+    assert mean(world.run(3)) <= 1.01 * 200e6
+    second.is_busy = True
+    world.run(2)
+    assert mean(world.run(3)) <= 1.03 * 200e6
+    assert second.goodput_bps > 0.4 * 200e6
+
+
+def test_a_share_of_the_path_leaves_the_rest_to_others() -> None:
+    world = World(100e6, limits=EgressLimits(share=0.5))
+    world.run(3)
+    assert mean(world.run(10)) < 0.55 * 100e6
+    assert mean(world.run(10)) > 0.4 * 100e6
+
+
+def test_limits_change_while_running() -> None:
+    world = World(100e6)
+    world.run(5)
+    world.egress.limits = EgressLimits(max_bps=20e6)
+    world.run(1)
+    assert mean(world.run(3)) == pytest.approx(20e6, rel=0.03)
+    world.egress.limits = EgressLimits()
+    world.run(25)
+    assert mean(world.run(5)) > 0.9 * 100e6
+
+
+def test_buffers_and_queues_follow_the_rate() -> None:
+    fast, slow = World(2e9, rtt_s=0.08), World(20e6, rtt_s=0.02)
+    fast.run(5)
+    slow.run(5)
+    plans = fast.paths[0].plans.values()
+    assert all(plan.send_buffer_bytes is not None for plan in plans)
+    assert sum(plan.send_buffer_bytes or 0 for plan in plans) > 2 * 2e9 / 8 * 0.08 * 0.8
+    assert all(MIN_QUEUE_BYTES < plan.queue_bytes <= MAX_QUEUE_BYTES for plan in plans)
+    assert all(plan.send_buffer_bytes is None for plan in slow.paths[0].plans.values())
+    assert all(plan.queue_bytes == MIN_QUEUE_BYTES for plan in slow.paths[0].plans.values())
+
+
+def sample(acked: int, *, link: int = 1, limited_s: float = 0.0) -> LinkSample:
+    return LinkSample(("d0", link), 0.02, 0.02, acked, acked, 0, 0.0, limited_s, True)
+
+
+def test_a_send_buffer_that_is_the_limit_grows() -> None:
+    egress, sizes = Egress(EgressLimits()), []
+    for n in range(5):
+        plan = egress.step(n * TICK_S, [sample(n * 1000, limited_s=n * 0.05)])["d0", 1]
+        sizes.append(plan.send_buffer_bytes or 0)
+    assert sizes == sorted(sizes)
+    assert sizes[-1] > sizes[1] > 0
+
+
+def test_a_link_that_began_again_is_another() -> None:
+    egress = Egress(EgressLimits())
+    for n, acked in enumerate((0, 10_000_000, 20_000_000, 1000, 2000)):
+        egress.step(n * TICK_S, [sample(acked)])
+        known = egress.estimate("d0")
+        assert known is not None
+        assert known.goodput_bps >= 0
+    assert egress.resent_bytes == 0
+    assert egress.step(9.0, []) == {}
+    assert egress.estimate("d0") is None
+
+
+def test_waterfill() -> None:
+    assert waterfill(100, {"a": 10, "b": inf, "c": inf}) == {"a": 10, "b": 45, "c": 45}
+    assert waterfill(100, {"a": 10, "b": 20}) == {"a": 10, "b": 20}
+    assert waterfill(0, {"a": 10}) == {"a": 0}
+    assert waterfill(10, {}) == {}
+
+
+def test_a_free_path_is_never_drained() -> None:
+    world = World(1e9, most_bps=[10e6] * 4)
+    world.run(30)
+    assert world.egress._paths["d0"].mode is Mode.FREE
