@@ -108,8 +108,13 @@ class Generation(Protocol):
 
     @property
     def sink(self) -> StateSink:
-        """Fresh memory for one transfer. Every access starts over: what an earlier sink holds, or still gets written by
-        a straggler, is no longer part of the sequence.
+        """Memory for one transfer, fresh but for what was kept. Every access starts over: what else an earlier sink
+        holds, or still gets written by a straggler, is no longer part of the sequence.
+        """
+
+    def keep(self, num_tokens: int) -> None:
+        """A transfer into the latest sink failed, but [0, num_tokens) of it was verified, every layer can continue
+        there, and nobody writes to it any more: the next sink, or `compute`, goes on from there.
         """
 
     def compute(self) -> None:

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Generic, TypeVar
 
 from common.backend import (
@@ -181,6 +181,7 @@ class LocalGeneration(_Outputs[TokenOutput | PromptLogprobs]):
         self._request = request
         self._open_choices = set(range(request.num_choices))
         self._has_sink = self._has_state = False
+        self._num_kept = 0
         self._capacity = min(request.state_tokens, backend.info.max_context)
         sampling = request.sampling
         choices = [
@@ -205,19 +206,33 @@ class LocalGeneration(_Outputs[TokenOutput | PromptLogprobs]):
 
     @property
     def sink(self) -> StateSink:
-        """Fresh memory for one transfer of [0, n - 1)."""
+        """Memory for one transfer of [kept, n - 1), fresh where nothing was kept."""
         slot = self._renew_slot()
-        slot.prepare_import(self._request.num_prompt_tokens - 1)
+        if not self._num_kept:
+            slot.prepare_import(self._request.num_prompt_tokens - 1)
         self._has_sink = True
         return LocalSink(slot)
 
+    def keep(self, num_tokens: int) -> None:
+        """[0, num_tokens) of the latest sink is verified, and nobody writes to it any more.
+
+        Raises:
+            RequestFailed: no sink was handed out, or that is not a part of what it was for.
+        """
+        most = self._request.num_prompt_tokens - 1
+        if not self._has_sink or not self._num_kept <= num_tokens <= most:
+            raise RequestFailed(f"{num_tokens} tokens cannot be kept: {self._num_kept} to {most} of a sink can")
+        self._num_kept = num_tokens
+        # With nothing kept the next user gets other memory, as if this had not been said.
+        self._has_sink = num_tokens == 0
+
     def compute(self) -> None:
-        """Compute the prompt here; also after a failed transfer, in memory no straggler can write to."""
+        """Compute the rest of the prompt here; also after a failed transfer, in memory no straggler can write to."""
         if self._has_state:
             return
         self._has_state = True
         self._renew_slot()
-        self._backend.worker.post(self._release_hold)
+        self._backend.worker.post(self._join_after(self._num_kept))
 
     def import_done(self, num_tokens: int) -> None:
         """The state of [0, num_tokens) is in place; the sequence joins the batch.
@@ -225,19 +240,14 @@ class LocalGeneration(_Outputs[TokenOutput | PromptLogprobs]):
         Raises:
             RequestFailed: `num_tokens` is not n - 1, or no sink was handed out.
         """
-        if num_tokens != self._request.num_prompt_tokens - 1 or not (self._has_sink or num_tokens == 0):
+        if num_tokens != self._request.num_prompt_tokens - 1 or not (self._has_sink or num_tokens == self._num_kept):
             raise RequestFailed(
                 f"import of {num_tokens} tokens was reported, the prompt needs {self._request.num_prompt_tokens - 1}"
             )
         if self._has_state:
             return
         self._has_state = True
-
-        def join(scheduler: Scheduler) -> list[Event]:
-            self._seq.num_computed_tokens = num_tokens
-            return self._release_hold(scheduler)
-
-        self._backend.worker.post(join)
+        self._backend.worker.post(self._join_after(num_tokens))
 
     def cancel(self, choice: int | None = None) -> None:
         """Stop one choice or everything, and free its state. Idempotent."""
@@ -265,12 +275,17 @@ class LocalGeneration(_Outputs[TokenOutput | PromptLogprobs]):
         if not self._open_choices:
             self._finish(None)
 
-    def _release_hold(self, scheduler: Scheduler) -> list[Event]:
-        """On the engine thread: the sequence may be scheduled."""
-        self._seq.is_held = False
-        if self._seq.num_remaining == 0:
-            self.marks.joined_at = time.monotonic()
-        return scheduler.advance(self._seq)
+    def _join_after(self, num_tokens: int) -> Callable[[Scheduler], list[Event]]:
+        """For the engine thread: the sequence may be scheduled; state of [0, num_tokens) is there."""
+
+        def join(scheduler: Scheduler) -> list[Event]:
+            self._seq.num_computed_tokens = num_tokens
+            self._seq.is_held = False
+            if self._seq.num_remaining == 0:
+                self.marks.joined_at = time.monotonic()
+            return scheduler.advance(self._seq)
+
+        return join
 
     def _renew_slot(self) -> Slot:
         """The slot to fill; a new one when a sink to the present one exists."""

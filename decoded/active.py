@@ -53,6 +53,7 @@ class ActiveRequest:
         self._generation: Generation | None = None
         self._attempt: RemoteAttempt | None = None
         self._is_cancelled = False
+        self._kept_tokens = 0
         self._failed_peers: list[str] = []
         self._asked_again: list[str] = []
         self._has_waited = False
@@ -148,7 +149,7 @@ class ActiveRequest:
         """Get the prompt's state into the slot; False when cancelled meanwhile."""
         started_at = self.arrived_at + self.report.timing.queue_s
         while not self._is_cancelled:
-            decision = self._dispatcher.route(self.request, tuple(self._failed_peers))
+            decision = self._dispatcher.route(self.request, tuple(self._failed_peers), self._kept_tokens)
             if self._should_wait(decision):
                 self._has_waited, self.stage = True, "waiting for a peer"
                 await self._dispatcher.wait_for_peer(self._failed_peers)
@@ -202,6 +203,7 @@ class ActiveRequest:
                 client,
                 generation,
                 self.request,
+                start=self._kept_tokens,
                 now=sent_at,
                 progress_timeout_s=self._dispatcher.settings.progress_timeout_s,
                 has_alternative=lambda: self._dispatcher.has_ready_peer(other_than=peer),
@@ -217,7 +219,8 @@ class ActiveRequest:
             self._dispatcher.metrics.offload_failures.labels(peer, type(e).__name__).inc()
             if self._attempt is not None:
                 self._count_bytes(peer, self._attempt.prefill.report)
-            extra = {"request_id": request_id, "peer": peer, "error": type(e).__name__}
+                await self._keep_verified(generation, self._attempt)
+            extra = {"request_id": request_id, "peer": peer, "error": type(e).__name__, "kept": self._kept_tokens}
             log.warning("remote prefill failed, looking for another way: %s", e, extra=extra)
             self.decisions[-1]["failure"] = f"{type(e).__name__}: {e}"
             return e
@@ -230,6 +233,13 @@ class ActiveRequest:
         timing.import_s = self._joined_at - transfer.last_byte_at
         generation.import_done(self.request.num_prompt_tokens - 1)
         return None
+
+    async def _keep_verified(self, generation: Generation, attempt: RemoteAttempt) -> None:
+        """What was verified before the failure need not be computed and sent again."""
+        num_kept = await attempt.verified_tokens()
+        generation.keep(num_kept)
+        self._dispatcher.metrics.kept_tokens.inc(num_kept - self._kept_tokens)
+        self._kept_tokens = self.decisions[-1]["kept_tokens"] = num_kept
 
     def _took(self, took_s: float) -> float:
         """What the latest decision cost: seconds until the prompt's state was in place, or until that failed."""
@@ -252,7 +262,7 @@ class ActiveRequest:
         self._dispatcher.metrics.routes.labels(decision.route, decision.reason).inc()
 
     def _spend_fallback(self, decision: RouteDecision) -> None:
-        num_tokens = max(0, self.request.num_prompt_tokens - 1)
+        num_tokens = max(0, self.request.num_prompt_tokens - 1 - self._kept_tokens)
         wait_s = self._dispatcher.fallback.take(num_tokens, _now())
         extra = {"request_id": self.request.request_id, "reason": decision.reason, "num_tokens": num_tokens}
         if wait_s > 0:

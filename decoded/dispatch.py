@@ -164,12 +164,12 @@ class Dispatcher:
         """Until no request is in flight."""
         await self._idle.wait()
 
-    def route(self, request: Request, failed_peers: tuple[str, ...]) -> RouteDecision:
-        """Decide over the peers as they are now."""
+    def route(self, request: Request, failed_peers: tuple[str, ...], num_kept_tokens: int = 0) -> RouteDecision:
+        """Decide over the peers as they are now; `num_kept_tokens` are left of attempts that failed."""
         view = RequestView(
             request.request_id,
             request.num_prompt_tokens,
-            num_uncached_tokens=request.num_prompt_tokens - 1,
+            num_uncached_tokens=request.num_prompt_tokens - 1 - num_kept_tokens,
             wants_prompt_logprobs=request.prompt_logprobs is not None,
             forced_route=request.forced_route,
             failed_peers=failed_peers,

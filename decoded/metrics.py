@@ -89,6 +89,11 @@ class DecodeMetrics:
             buckets=_SECONDS_BUCKETS,
             registry=r,
         )
+        self.kept_tokens = Counter(
+            "prfaas_kept_prompt_tokens_total",
+            "Prompt tokens whose state was verified before their remote prefill failed, and kept.",
+            registry=r,
+        )
 
     def _make_engine_counters(self, r: CollectorRegistry) -> None:
         self.mixed_tokens = Counter(

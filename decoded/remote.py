@@ -64,6 +64,14 @@ class RemoteAttempt:
                 limit = f"{self.progress_timeout_s:g} s (stream.progress_timeout)"
                 raise TransferTimeout(f"peer {name} sent neither state nor progress for {limit}")
 
+    async def verified_tokens(self) -> int:
+        """After a failure: how much of the prompt's state is right, and can be continued by every layer.
+
+        Returns when nothing can touch the state any more.
+        """
+        await self.prefill.closed()
+        return self.prefill.report.verified_tokens
+
     def cancel(self) -> None:
         """The peer stops within one chunk."""
         self.prefill.cancel()
@@ -74,15 +82,19 @@ def start_remote(
     generation: Generation,
     request: Request,
     *,
+    start: int,
     now: float,
     progress_timeout_s: float,
     has_alternative: Callable[[], bool],
 ) -> RemoteAttempt:
-    """Send Prefill for prompt tokens [0, n-1). Raises PeerDraining or LinkLost when the peer is not ready."""
+    """Send Prefill for prompt tokens [0, n-1), of which [0, start) is held.
+
+    Raises PeerDraining or LinkLost when the peer is not ready.
+    """
     wanted = RemoteRequest(
         request_id=request.request_id,
         tokens=request.prompt_tokens[:-1],
-        start=0,
+        start=start,
         deadline_s=request.deadline_s,
         priority=request.priority,
         tenant_salt=b"",

@@ -1,4 +1,4 @@
-"""Two processes of ends.py or raw.py on this machine or at the two ends of an emulated link, and lines to and from them."""
+"""Two processes of ends.py or raw.py, here or at the ends of an emulated link, and lines to and from them."""
 
 from __future__ import annotations
 

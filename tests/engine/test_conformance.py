@@ -243,6 +243,54 @@ async def test_failed_transfer_falls_back_to_clean_memory(lab, tools):
     await tools.until_idle(decoder, source)
 
 
+@pytest.mark.parametrize("rest", ["here", "there", "nothing"])
+async def test_what_was_verified_before_a_failure_is_kept(lab, tools, rest):
+    """Where every layer can continue in the middle; `there`: another peer sends what is missing."""
+    decoder, source = await lab.backend(32), await lab.backend(20)
+    request = tools.request(tools.prompt(60))
+    expected = tools.ids(await tools.local(decoder, request))
+    if any(state.kind != "full" for state in decoder.info.layout.states):
+        kept = 59  # a window's rows are sent only where the prompt ends
+    else:
+        kept = 59 if rest == "nothing" else 40
+    generation, computed = await decoder.open(request), []
+    await tools.transfer(source, request.prompt_tokens[:kept], generation.sink)
+    generation.keep(kept)
+    if rest == "there" and kept < 59:
+        items = await tools.transfer(source, request.prompt_tokens[:-1], generation.sink, start=kept)
+        assert all(i.start >= kept for i in items if isinstance(i, ComputedSegment))
+        generation.import_done(59)
+    else:
+        prefill = decoder.executor.prefill
+        decoder.executor.prefill = lambda chunk, on_layer: computed.append(chunk) or prefill(chunk, on_layer)
+        generation.compute()
+    assert tools.ids([o async for o in generation]) == expected
+    assert sum(chunk.stop - chunk.start for chunk in computed) == (59 - kept if rest == "here" else 0)
+    await tools.until_idle(decoder, source)
+
+
+async def test_only_a_part_of_a_sink_can_be_kept(lab, tools):
+    decoder, source = await lab.backend(32), await lab.backend(20)
+    request = tools.request(tools.prompt(60))
+    expected = tools.ids(await tools.local(decoder, request))
+    generation = await decoder.open(request)
+    with pytest.raises(RequestFailed, match="cannot be kept"):
+        generation.keep(10)
+    stale = generation.sink.buffers(58, 59, (0,))
+    with pytest.raises(RequestFailed, match="60 tokens cannot be kept: 0 to 59 of a sink can"):
+        generation.keep(60)
+    generation.keep(0)
+    sink = generation.sink
+    for view in stale:
+        view[:] = b"\xff" * view.nbytes
+    await tools.transfer(source, request.prompt_tokens[:-1], sink)
+    generation.keep(59)
+    with pytest.raises(RequestFailed, match="cannot be kept"):
+        generation.keep(58)
+    generation.compute()
+    assert tools.ids([o async for o in generation]) == expected
+
+
 async def test_sink_refuses_what_is_outside_or_gone(lab, tools):
     decoder = await lab.backend()
     generation = await decoder.open(tools.request(tools.prompt(60)))
