@@ -48,7 +48,7 @@ __all__ = [
 
 MAX_SOCKET_PATH = 107
 ONLY_IN = {
-    "prefilld": frozenset({"listen", "limits"}),
+    "prefilld": frozenset({"listen", "limits", "egress"}),
     "decoded": frozenset({"peers", "routing", "fallback", "admission", "batch", "health", "peer_policy"}),
 }
 """Sections by which a file that was given to the wrong daemon is known."""
@@ -193,9 +193,9 @@ class LinksConfig(Section):
     )
     connect_timeout: Duration = key(5.0, "For TCP and the handshake together.", ge=0.1, le=120)
     piece_bytes: Size = key(
-        8 * MIB,
-        "Largest payload of one frame. Slow links get smaller ones by themselves, down to 256KiB, so that the faster"
-        " link takes more; below that costs CPU.",
+        1 * MIB,
+        "Largest payload of one frame; more than engine.segment_bytes changes nothing. Slow links get smaller ones by"
+        " themselves, down to 256KiB, so that the faster link takes more.",
         ge=4 * KIB,
         le=8 * MIB,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
@@ -78,7 +79,7 @@ class EgressConfig(Section):
     A path that shows a queue is held just below what it carries anyway; these are bounds below that.
     """
 
-    max_bps: Rate = key(0.0, 'Bits per second to all decodeds together, as "200Mbit/s"; 0 is no limit.', ge=0, le=1e13)
+    max_bps: Rate = key(math.inf, 'Bits per second to all decodeds together, as "200Mbit/s"; "inf" is no limit.', gt=0)
     share: float = key(
         1.0, "Part of what each decoded's path was seen to carry; below 1 leaves the rest to others.", ge=0.01, le=1.0
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import resource
 import sys
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ class Setup:
     segment_bytes: int = 1 << 20
     codec: str = "raw"
     paces: bool = True
-    max_bps: float = 0.0
+    max_bps: float = math.inf
     options: dict[str, Any] = field(default_factory=dict)
 
     def link_options(self) -> LinkOptions:

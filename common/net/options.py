@@ -71,7 +71,7 @@ class LinkOptions:
     congestion_control: str = "auto"
     heartbeat_s: float = 2.0
     lease_s: float = 30.0
-    piece_bytes: int = 8 << 20
+    piece_bytes: int = 1 << 20
     max_segment_bytes: int = 8 << 20
     credit_bytes: int = 64 << 20
     max_stream_bytes: int = 4 << 30

@@ -33,11 +33,11 @@ class EgressLimits:
     """Bounds of what this daemon sends.
 
     Attributes:
-        max_bps: bits per second to all peers together; 0 is no limit.
+        max_bps: bits per second to all peers together.
         share: of each path's capacity.
     """
 
-    max_bps: float = 0.0
+    max_bps: float = inf
     share: float = 1.0
 
 
@@ -52,7 +52,7 @@ class _Link:
     buffer_bytes: int = 0
 
     def note(self, sample: LinkSample, seconds: float) -> None:
-        """The link is like this now, so many seconds after the last time."""
+        """How the link is now, so many seconds after it was seen before."""
         self.rate_bps = 8.0 * (sample.bytes_acked - self.sample.bytes_acked) / seconds
         if sample.has_backlog and self.sample.has_backlog:
             weight = min(1.0, seconds / max(AVERAGE_S, AVERAGE_RTTS * sample.rtt_s)) if self.usual_bps else 1.0
@@ -118,7 +118,7 @@ class Egress:
     def _within_budget(self, caps: dict[str, float], by_peer: Mapping[str, Sequence[LinkSample]]) -> dict[str, float]:
         """Caps whose sum is at most the budget."""
         budget = self.limits.max_bps
-        if not budget or not caps:
+        if budget == inf:
             return caps
         # A peer for whom nothing waits needs what it uses, and something to begin with.
         wanted = {}

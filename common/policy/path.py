@@ -2,7 +2,7 @@
 
 A sender that is never held back fills the buffer before the narrowest hop: round trips double and packets are dropped.
 Several sockets with BBR do that together though none does alone. So once the round trips show a queue, the sum over the
-links is held just below what arrived while there was one, which is what the path carries, and from time to time let up
+links is held just below what arrived while there was one, which is what the path carries, and now and then let up
 a little to see whether it carries more (the cycle of BBR, Cardwell et al., ACM Queue 14(5), 2016, over all links at
 once). A path that shows no queue is never held. Pure; used by egress.py.
 """

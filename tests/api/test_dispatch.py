@@ -108,7 +108,10 @@ class Slot:
     sink = None
 
     def __init__(self) -> None:
-        self.marks, self.how = Marks(), ""
+        self.marks, self.how, self.num_kept = Marks(), "", 0
+
+    def keep(self, num_tokens):
+        self.num_kept = num_tokens
 
     def compute(self):
         self.how = "computed"
@@ -139,7 +142,14 @@ class Peer:
 
 class Prefill:
     report = SimpleNamespace(
-        wire_bytes=1, raw_bytes=1, codec="raw", accepted_at=0.0, remote_queue_s=0.0, prefill_s=0.0, last_byte_at=0.0
+        wire_bytes=1,
+        raw_bytes=1,
+        codec="raw",
+        accepted_at=0.0,
+        remote_queue_s=0.0,
+        prefill_s=0.0,
+        last_byte_at=0.0,
+        verified_tokens=0,
     )
     progress = SimpleNamespace(first_chunk_at=1.0)
 
@@ -150,6 +160,9 @@ class Prefill:
         if self.error is not None:
             raise self.error
         return self.report
+
+    async def closed(self):
+        pass
 
     def cancel(self):
         pass
