@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+from typing import TYPE_CHECKING
 
 from common.certificates import check_cas, check_key, read_certificate, validity_problem
 from common.config import SharedConfig, read_key
@@ -20,6 +21,9 @@ from common.net.tls import CertificateFacts, TlsEnd
 from common.sched.executor import Executor
 from common.trace import TraceWriter
 from common.worker import WorkerOptions
+
+if TYPE_CHECKING:
+    from common.engine.runner import Runner
 
 RELOADABLE_SECURITY = tuple(
     f"security.{name}"
@@ -65,6 +69,11 @@ def fake_options(config: SharedConfig) -> FakeOptions:
 def _make_executor(config: SharedConfig) -> Executor:
     if config.engine.backend == "fake":
         return FakeExecutor(fake_options(config))
+    return load_runner(config)
+
+
+def load_runner(config: SharedConfig) -> Runner:
+    """The torch engine that the configuration names. Call on the thread that will use it. Raises StartupError."""
     from common.engine.runner import RunnerOptions, load
 
     engine = config.engine

@@ -174,6 +174,18 @@ class PeerPolicyConfig(Section):
     )
 
 
+class CodecConfig(Section):
+    """What a lossy codec (stream.codec) must have shown before it is used."""
+
+    min_agreement: float = key(
+        0.99,
+        "Part of the positions of a text at which the same token must be most likely with and without the codec, in the"
+        " report of `decodectl codec check`; decoded does not start below it.",
+        ge=0,
+        le=1,
+    )
+
+
 class DecodeConfig(SharedConfig):
     """The root of decoded's configuration."""
 
@@ -188,6 +200,7 @@ class DecodeConfig(SharedConfig):
     admission: AdmissionConfig = AdmissionConfig()
     batch: BatchConfig = BatchConfig()
     health: HealthConfig = HealthConfig()
+    codec: CodecConfig = CodecConfig()
     peer_policy: PeerPolicyConfig = PeerPolicyConfig()
 
     def check(self) -> Iterator[Problem]:

@@ -23,6 +23,7 @@ from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.fallback import FallbackBudget
 from common.release import version
 from common.text.tokenizer import Tokenizer
+from common.wire.quantise import LOSSY
 from common.wiring import (
     RELOADABLE_SECURITY,
     check_port,
@@ -33,7 +34,7 @@ from common.wiring import (
     reload_security,
     security_changes,
 )
-from decoded import verbs
+from decoded import codec_report, verbs
 from decoded.api.app import KEY_RING, make_app, make_runner
 from decoded.api.auth import KeyRing
 from decoded.api.contract import ApiSettings
@@ -89,6 +90,7 @@ class DecodeService:
         log.info("loading the model", extra={"path": str(config.model.path or "fake")})
         await self.backend.start()
         self.metrics.tell_model(self.backend.info.name, self.backend.info.numerics)
+        self._check_codec()
         self.tokenizer = await asyncio.to_thread(_load_tokenizer, config)
         if not self.tokenizer.has_chat_template:
             log.info("/v1/chat/completions is not available: the model has no chat template")
@@ -103,6 +105,15 @@ class DecodeService:
         self._watch = asyncio.create_task(self._watch_engine())
         self._loop_lag.start()
         log.info("serving", extra={"model": self.backend.info.name, "num_peers": len(self.peers)})
+
+    def _check_codec(self) -> None:
+        """A lossy codec has to have been checked with this model. Raises StartupError."""
+        config = self.config
+        if config.stream.codec in LOSSY:
+            folder, bar = config.node.state_dir, config.codec.min_agreement
+            report = codec_report.require(folder, config.stream.codec, self.backend.info, bar)
+            facts = {"codec": report.codec, "top1_agreement": report.top1_agreement, "kl_mean": report.kl_mean}
+            log.warning("state is rounded on its way: the codec is lossy", extra=facts)
 
     async def drain(self, timeout: float) -> None:
         """On the way to `stop`: shed new requests, finish those in flight."""

@@ -292,6 +292,16 @@ class Runner:
             self._forward(self._model.base_model, ids, context)
         return ChunkResult()
 
+    @torch.inference_mode()
+    def logits(self, chunk: seq.Chunk) -> torch.Tensor:
+        """Compute a chunk's state; logits after each of its tokens, [tokens, vocab]."""
+        [slot] = _own([chunk.seq.slot])
+        context = self._chunk_context(slot, chunk.start, chunk.stop)
+        found: torch.Tensor = self._forward(self._model, [chunk.seq.tokens[chunk.start : chunk.stop]], context).logits[
+            0
+        ]
+        return found
+
     def _forward(self, model: Any, ids: list[list[int]], context: SlotContext) -> Any:
         """One forward over token ids [B, c]."""
         return self._run(model, self._inputs(ids, context), context)

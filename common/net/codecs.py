@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from common.errors import ChecksumMismatch
-from common.wire.codec import Codec, Encoded, Run, place
+from common.wire.codec import Codec, Encoded, TensorRun, place
 from common.wire.digest import segment_digest
 from common.wire.framing import Unopened
 from common.wire.seal import SealJob
@@ -30,7 +30,7 @@ class Verification:
     digest: bytes
     views: Sequence[memoryview]
     is_apart: bool
-    runs: Sequence[Run]
+    shape: Sequence[TensorRun]
 
     def run(self, codec: Codec, sink_views: Callable[[], Sequence[memoryview]]) -> None:
         """Compare the digest, then decode or copy into the sink's views unless the bytes are there already."""
@@ -39,7 +39,7 @@ class Verification:
             raise ChecksumMismatch(f"the segment's digest is {found.hex()}, announced was {self.digest.hex()}")
         if self.codec != "raw":
             whole = self.views[0] if len(self.views) == 1 else memoryview(b"".join(self.views))
-            codec.decode(whole, sink_views(), self.runs)
+            codec.decode(self.codec, whole, sink_views(), self.shape)
         elif self.is_apart:
             place(self.views, sink_views())
 
@@ -55,9 +55,9 @@ class CodecPool:
         """Let running work end and take no more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def encode(self, codec: str, buffers: Sequence[memoryview], runs: Sequence[Run]) -> Encoded:
+    async def encode(self, codec: str, buffers: Sequence[memoryview], shape: Sequence[TensorRun]) -> Encoded:
         """Encode and hash; see Codec.encode."""
-        return await self._run(_size(runs), codec == "raw", lambda c: c.encode(codec, buffers, runs))
+        return await self._run(_size(shape), codec == "raw", lambda c: c.encode(codec, buffers, shape))
 
     async def verify(self, segment: Verification, sink_views: Callable[[], Sequence[memoryview]]) -> None:
         """Check the digest over the encoded bytes, then put what they hold into `sink_views()`.
@@ -66,7 +66,7 @@ class CodecPool:
             ChecksumMismatch, BadMessage: these are not the bytes that were sent; nothing was decoded, or only a part.
         """
         is_hash = segment.codec == "raw" and not segment.is_apart
-        await self._run(_size(segment.runs), is_hash, lambda c: segment.run(c, sink_views))
+        await self._run(_size(segment.shape), is_hash, lambda c: segment.run(c, sink_views))
 
     async def open(self, unopened: Unopened) -> memoryview:
         """The payload of a sealed link. Raises SealBroken."""
@@ -89,5 +89,5 @@ class CodecPool:
             self._free.append(codec)
 
 
-def _size(runs: Sequence[Run]) -> int:
-    return sum(n for n, _ in runs)
+def _size(shape: Sequence[TensorRun]) -> int:
+    return sum(run.num_bytes for run in shape)

@@ -29,6 +29,7 @@ from common.net.options import (
 from common.net.remote import RemotePrefill
 from common.net.tls import CertificateFacts, TlsChannel
 from common.wire.buffers import BUFFERS
+from common.wire.codec import offered
 from common.wire.connection import FAULT_CODES, Received
 from common.wire.frames import Target
 from common.wire.framing import Unopened
@@ -167,7 +168,7 @@ class PeerClient:
             deadline_s=request.deadline_s,
             priority=request.priority,
             salt=request.tenant_salt,
-            codecs=request.codecs or (self.options.codec,),
+            codecs=request.codecs or offered(self.options.codec),
             limit=0,
             token_hash=bytes(16),
         )

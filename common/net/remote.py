@@ -22,7 +22,7 @@ from common.net.codecs import CodecPool, Verification
 from common.net.link import Link, now
 from common.net.options import Trace, TransferProgress, TransferReport
 from common.wire.buffers import BUFFERS
-from common.wire.codec import element_runs
+from common.wire.codec import CODECS, segment_shape
 from common.wire.framing import Unopened
 from common.wire.incoming import InSegment, ReceiveStream
 from common.wire.messages import Piece
@@ -74,7 +74,7 @@ class RemotePrefill:
         return TransferReport(
             wire_bytes=s.wire_bytes,
             raw_bytes=s.raw_bytes,
-            codec="zstd" if "zstd" in s.codecs_used else "raw",
+            codec=max(s.codecs_used, key=CODECS.index, default="raw"),
             num_tokens=s.prefill.num_tokens,
             num_segments=s.num_landed,
             remote_queue_s=queue_s,
@@ -150,11 +150,11 @@ class RemotePrefill:
         stream, head = self._stream, segment.head
         if not stream.wants(segment):
             return
-        runs = element_runs(stream.layout, head.start, head.stop, head.layers)
+        shape = segment_shape(stream.layout, head.start, head.stop, head.layers)
         views = tuple(segment.views)
         try:
             await self._codecs.verify(
-                Verification(head.codec, head.digest, views, segment.is_apart, runs),
+                Verification(head.codec, head.digest, views, segment.is_apart, shape),
                 lambda: self._sink.buffers(head.start, head.stop, head.layers),
             )
         except (ChecksumMismatch, RemoteProtocolError) as e:

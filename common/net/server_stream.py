@@ -17,7 +17,7 @@ from common.net.codecs import CodecPool
 from common.net.link import now
 from common.net.options import PeerId, RemoteRequest, Trace
 from common.net.split import split_segment
-from common.wire.codec import element_runs
+from common.wire.codec import segment_shape
 from common.wire.outgoing import OutSegment, SendStream
 from common.wire.tables import Phase
 from common.wire.tokens import unpack_tokens
@@ -120,10 +120,10 @@ class ServerStream:
         self._trace("segment_ready", start=segment.start, stop=segment.stop, layers=segment.layers)
         for part in split_segment(port.layout, segment, port.max_segment_bytes):
             self._check()
-            runs = element_runs(port.layout, part.start, part.stop, part.layers)
-            encoded = await port.codecs.encode(self.codec, part.buffers, runs)
+            shape = segment_shape(port.layout, part.start, part.stop, part.layers)
+            encoded = await port.codecs.encode(self.codec, part.buffers, shape)
             self._check()
-            raw_bytes = sum(n for n, _ in runs)
+            raw_bytes = sum(run.num_bytes for run in shape)
             queued = self._stream.add_segment(
                 (part.start, part.stop), part.layers, raw_bytes, encoded, port.piece_bytes()
             )

@@ -1,8 +1,8 @@
-"""Segment codecs `raw` and `zstd` (lossless, byte planes): buffers in, encoded parts out, and back into buffers.
+"""Segment codecs: `raw`, `zstd` (lossless, byte planes), `q8` and `q4` (quantise.py): buffers to parts and back.
 
-Element sizes come from the layout (`element_runs`). A plane that does not compress is stored; a segment that does not
-shrink stays `raw`, so nothing ever grows. Decoding believes no length before it is checked. A Codec belongs to one
-thread at a time; numpy, zstd and xxh3 release the GIL. Knows no stream; called by net/ from worker threads.
+What the bytes are comes from the layout (`segment_shape`). A plane that does not compress is stored; a segment that
+does not shrink stays `raw`, so nothing ever grows. Decoding believes no length before it is checked. A Codec belongs to
+one thread at a time; numpy, zstd and xxh3 release the GIL. Knows no stream; called by net/ from worker threads.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import numpy as np
 import zstandard
 
 from common.errors import BadMessage, LocalProtocolError
-from common.layout import DTYPE_BYTES, StateLayout
 from common.wire.digest import segment_digest
+from common.wire.quantise import LOSSY, Quantised, TensorRun, num_groups, num_levels, quantise, restore, segment_shape
 
-CODECS = ("raw", "zstd")
+__all__ = ["CODECS", "LOSSY", "Codec", "Encoded", "TensorRun", "segment_shape"]
+CODECS = ("raw", "zstd", *LOSSY)
 MAX_BLOCK_BYTES = 4 << 20
 _BLOCK_BYTES = 1 << 20
 _SAMPLE_BYTES = 4096
 _BLOCK = struct.Struct(">IB")
 _PLANE = struct.Struct(">BI")
+_TENSOR = struct.Struct(">BBIBI")
 _STORED, _ZSTD = 0, 1
 _WORTHWHILE = 0.96
 
 Part = bytes | memoryview
 Plane = np.ndarray[Any, np.dtype[np.uint8]]
-Run = tuple[int, int]
-"""(bytes, element size) of a stretch of raw bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +44,19 @@ class Encoded:
     digest: bytes
 
 
-def element_runs(layout: StateLayout, start: int, stop: int, layers: Sequence[int]) -> list[Run]:
-    """Stretches of equal element size in a segment's raw bytes, in order; empty ones left out."""
-    runs: list[Run] = []
-    for n in layers:
-        spec = layout.states[n]
-        rows = stop - start if spec.is_rows else 1
-        for tensor in spec.tensors:
-            num_bytes, width = rows * tensor.row_bytes, DTYPE_BYTES[tensor.dtype]
-            if runs and runs[-1][1] == width:
-                runs[-1] = (runs[-1][0] + num_bytes, width)
-            elif num_bytes:
-                runs.append((num_bytes, width))
+def offered(codec: str) -> tuple[str, ...]:
+    """What to offer to have `codec`: a lossy one leaves to a lossless one what it cannot round."""
+    return (codec, "zstd") if codec in LOSSY else (codec,)
+
+
+def _element_runs(shape: Sequence[TensorRun]) -> list[tuple[int, int]]:
+    """(bytes, element size) of stretches of equal element size, in order."""
+    runs: list[tuple[int, int]] = []
+    for run in shape:
+        if runs and runs[-1][1] == run.width:
+            runs[-1] = (runs[-1][0] + run.num_bytes, run.width)
+        else:
+            runs.append((run.num_bytes, run.width))
     return runs
 
 
@@ -66,47 +67,109 @@ class Codec:
         self._compressor = zstandard.ZstdCompressor(level=1, write_content_size=True, write_checksum=False)
         self._decompressor = zstandard.ZstdDecompressor()
 
-    def encode(self, codec: str, buffers: Sequence[memoryview], runs: Sequence[Run]) -> Encoded:
+    def encode(self, codec: str, buffers: Sequence[memoryview], shape: Sequence[TensorRun]) -> Encoded:
         """Encode a segment's buffers with `codec`, or as `raw` when that is not larger.
 
+        A lossy codec answers `zstd` for what has values that are not finite.
+
         Raises:
-            LocalProtocolError: the buffers do not have the size of the runs, or a codec we do not know.
+            LocalProtocolError: the buffers do not have the size of the shape, or a codec we do not know.
         """
         raw = tuple(_flat(b) for b in buffers)
         raw_bytes = sum(b.nbytes for b in raw)
-        if raw_bytes != sum(n for n, _ in runs):
-            raise LocalProtocolError(f"the segment's buffers hold {raw_bytes} bytes, the layout says {runs}")
-        if codec == "zstd":
-            parts = [memoryview(p) for p in self._blocks(raw, runs)]
-            num_bytes = sum(p.nbytes for p in parts)
-            if num_bytes < raw_bytes:
-                return Encoded("zstd", tuple(parts), num_bytes, segment_digest(parts))
-        elif codec != "raw":
+        if raw_bytes != sum(run.num_bytes for run in shape):
+            raise LocalProtocolError(f"the segment's buffers hold {raw_bytes} bytes, the layout says {list(shape)}")
+        if codec not in CODECS:
             raise LocalProtocolError(f"codec {codec!r} is not one of {CODECS}")
+        parts: list[memoryview] | None = None
+        if codec in LOSSY and (parts := self._tensors(codec, raw, shape)) is None:
+            codec = "zstd"
+        if codec == "zstd":
+            parts = [memoryview(p) for p in self._blocks(raw, shape)]
+        if parts is not None and (num_bytes := sum(p.nbytes for p in parts)) < raw_bytes:
+            return Encoded(codec, tuple(parts), num_bytes, segment_digest(parts))
         return Encoded("raw", raw, raw_bytes, segment_digest(raw))
 
-    def decode(self, encoded: memoryview, out: Sequence[memoryview], runs: Sequence[Run]) -> None:
-        """Decode `zstd` bytes into the writable buffers of the segment.
+    def decode(self, codec: str, encoded: memoryview, out: Sequence[memoryview], shape: Sequence[TensorRun]) -> None:
+        """Decode `zstd`, `q8` or `q4` bytes into the writable buffers of the segment.
 
         Raises:
-            BadMessage: the bytes are not what the encoder makes for these runs; `out` may be partly written.
-            LocalProtocolError: `out` does not have the size of the runs.
+            BadMessage: the bytes are not what the encoder makes for this shape; `out` may be partly written.
+            LocalProtocolError: `out` does not have the size of the shape.
         """
         views = [_flat(b) for b in out]
-        if sum(v.nbytes for v in views) != sum(n for n, _ in runs):
-            raise LocalProtocolError(f"the sink's buffers hold {sum(v.nbytes for v in views)} bytes, not {runs}")
+        if sum(v.nbytes for v in views) != sum(run.num_bytes for run in shape):
+            raise LocalProtocolError(f"the sink's buffers hold {sum(v.nbytes for v in views)} bytes, not {list(shape)}")
         cursor, at = _Cursor(views), 0
-        for run_bytes, width in runs:
-            left = run_bytes
-            while left:
-                raw_len, at = self._decode_block(encoded, at, cursor, width, left)
-                left -= raw_len
+        if codec in LOSSY:
+            for run in shape:
+                at = self._decode_tensor(codec, encoded, at, cursor, run)
+        else:
+            for run_bytes, width in _element_runs(shape):
+                at = self._decode_run(encoded, at, cursor, run_bytes, width)
         if at != len(encoded):
-            raise BadMessage(f"zstd: {len(encoded) - at} bytes behind the last block")
+            raise BadMessage(f"{codec}: {len(encoded) - at} bytes behind the last block")
 
-    def _blocks(self, raw: Sequence[memoryview], runs: Sequence[Run]) -> Iterator[Part]:
+    # ---- lossy
+
+    def _tensors(self, codec: str, raw: Sequence[memoryview], shape: Sequence[TensorRun]) -> list[memoryview] | None:
+        """Parts of all tensors; None when one has values that are not finite."""
+        cursor, parts = _Cursor(raw), []
+        for run in shape:
+            data = _joined(list(cursor.take(run.num_bytes, run.width)))
+            if not run.is_float:
+                parts += [memoryview(p) for p in self._blocks([data], [run])]
+                continue
+            found = quantise(data, run, num_levels(codec, run))
+            if found is None:
+                return None
+            parts += self._tensor(found)
+        return parts
+
+    def _tensor(self, found: Quantised) -> list[memoryview]:
+        codes: Part = self._compressor.compress(found.codes.data)
+        how = _ZSTD
+        if len(codes) >= len(found.codes):
+            how, codes = _STORED, found.codes.data
+        ends = _planes(found.ends, 2 if found.is_half else 4)
+        packed = self._compressor.compress(ends)
+        how_ends, ends = (_ZSTD, packed) if len(packed) < len(ends) else (_STORED, ends)
+        head = _TENSOR.pack(found.is_half, how, len(codes), how_ends, len(ends))
+        return [memoryview(head), memoryview(codes), memoryview(ends)]
+
+    def _decode_tensor(self, codec: str, data: memoryview, at: int, cursor: _Cursor, run: TensorRun) -> int:
+        """Decode the tensor at `at`; answers the offset behind it."""
+        if not run.is_float:
+            return self._decode_run(data, at, cursor, run.num_bytes, run.width)
+        if len(data) - at < _TENSOR.size:
+            raise BadMessage(f"{codec}: the bytes end inside a tensor's header at {at}")
+        is_half, how, len_codes, how_ends, len_ends = _TENSOR.unpack_from(data, at)
+        at += _TENSOR.size
+        if is_half > 1 or len_codes + len_ends > len(data) - at:
+            raise BadMessage(f"{codec}: a tensor of {len_codes} + {len_ends} bytes at {at} passes {len(data)}")
+        levels, num = num_levels(codec, run), run.num_rows * run.num_channels
+        values = self._decode_plane(how, data[at : at + len_codes], num)
+        if values.max(initial=0) >= levels:
+            raise BadMessage(f"{codec}: a code of {values.max()}, must be below {levels}")
+        at += len_codes
+        width, num_ends = (2 if is_half else 4), 2 * num_groups(run)
+        ends = self._decode_plane(how_ends, data[at : at + len_ends], num_ends * width)
+        plain = memoryview(np.ascontiguousarray(ends.reshape(width, num_ends).T).reshape(-1).data)
+        views = list(cursor.take(run.num_bytes, run.width))
+        target = views[0] if len(views) == 1 else memoryview(bytearray(run.num_bytes))
+        restore(values, plain, run, is_half=bool(is_half), out=target)
+        done = 0
+        for view in views if len(views) > 1 else ():
+            view[:] = target[done : done + len(view)]
+            done += len(view)
+        behind: int = at + len_ends
+        return behind
+
+    # ---- lossless
+
+    def _blocks(self, raw: Sequence[memoryview], shape: Sequence[TensorRun]) -> Iterator[Part]:
         cursor = _Cursor(raw)
-        for run_bytes, width in runs:
+        for run_bytes, width in _element_runs(shape):
             block_bytes = _BLOCK_BYTES // width * width
             for begin in range(0, run_bytes, block_bytes):
                 yield from self._block(cursor, min(block_bytes, run_bytes - begin), width)
@@ -133,6 +196,14 @@ class Codec:
                 return _STORED, plane
         packed: bytes = self._compressor.compress(plane)
         return (_ZSTD, packed) if len(packed) < _WORTHWHILE * len(plane) else (_STORED, plane)
+
+    def _decode_run(self, encoded: memoryview, at: int, cursor: _Cursor, run_bytes: int, width: int) -> int:
+        """Decode the blocks at `at` that hold so many raw bytes; answers the offset behind them."""
+        left = run_bytes
+        while left:
+            raw_len, at = self._decode_block(encoded, at, cursor, width, left)
+            left -= raw_len
+        return at
 
     def _decode_block(self, data: memoryview, at: int, cursor: _Cursor, width: int, most: int) -> tuple[int, int]:
         """Decode the block at `at` of at most `most` raw bytes; answers (raw bytes, offset behind it)."""
@@ -237,3 +308,11 @@ def _join(planes: list[Plane], elements: memoryview, width: int) -> None:
 
 def _flat(buffer: memoryview) -> memoryview:
     return buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
+
+
+def _joined(views: list[memoryview]) -> memoryview:
+    return views[0] if len(views) == 1 else memoryview(b"".join(views))
+
+
+def _planes(data: bytes, width: int) -> bytes:
+    return np.frombuffer(data, np.uint8).reshape(-1, width).T.tobytes()

@@ -13,9 +13,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if code := refuse_foreign_common("decodectl"):
         return code
     from common.ctl import run_ctl
-    from decoded.ctl import config, drain, explain, peers, reload, requests, resume, status, threshold, version, wait
+    from decoded.ctl import (
+        codec,
+        config,
+        drain,
+        explain,
+        peers,
+        reload,
+        requests,
+        resume,
+        status,
+        threshold,
+        version,
+        wait,
+    )
 
-    modules = (status, peers, requests, explain, threshold, config, drain, resume, reload, wait, version)
+    modules = (status, peers, requests, explain, threshold, codec, config, drain, resume, reload, wait, version)
     text = "Talk to a running decoded over its control socket."
     return run_ctl("decodectl", "decoded", text, [m.VERB for m in modules], argv)
 

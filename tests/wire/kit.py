@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from common.layout import StateLayout, StateSpec, TensorSpec
 from common.wire.auth import key_id
-from common.wire.codec import Codec, element_runs
+from common.wire.codec import Codec, segment_shape
 from common.wire.connection import Closed, Connection, Opened, Received
 from common.wire.digest import segment_digest
 from common.wire.frames import Target
@@ -236,9 +236,9 @@ class Ends:
 
     def queue(self, served, source: Sink, segments, codec: str = "raw", piece: int = 4096):
         for start, stop, layers in segments:
-            runs = element_runs(self.layout, start, stop, layers)
-            encoded = self.codec.encode(codec, source.buffers(start, stop, layers), runs)
-            served.add_segment((start, stop), layers, sum(n for n, _ in runs), encoded, piece)
+            shape = segment_shape(self.layout, start, stop, layers)
+            encoded = self.codec.encode(codec, source.buffers(start, stop, layers), shape)
+            served.add_segment((start, stop), layers, sum(run.num_bytes for run in shape), encoded, piece)
 
     def carry(self, piece, link: int = 1, *, flip: bool = False) -> None:
         """One piece from the server's memory to the client's."""
@@ -258,9 +258,9 @@ class Ends:
                 head = event.segment.head
                 assert segment_digest(event.segment.views) == head.digest
                 if head.codec != "raw" and sink is not None:
-                    runs = element_runs(self.layout, head.start, head.stop, head.layers)
+                    shape = segment_shape(self.layout, head.start, head.stop, head.layers)
                     out = sink.buffers(head.start, head.stop, head.layers)
-                    self.codec.decode(event.segment.views[0], out, runs)
+                    self.codec.decode(head.codec, event.segment.views[0], out, shape)
                 self.client.segment_landed(event.stream, event.segment, self.now)
                 num += 1
         return num

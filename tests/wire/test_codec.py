@@ -14,18 +14,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import BadMessage, LocalProtocolError
-from common.wire.codec import Codec, element_runs
+from common.wire.codec import Codec, TensorRun, segment_shape
 from common.wire.digest import segment_digest
 from tests.wire.kit import LAYOUT
+
+DTYPES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64"}
+
+
+def flat(num_bytes: int, width: int) -> list[TensorRun]:
+    """One tensor of a single channel."""
+    return [TensorRun(num_bytes // width, 1, DTYPES[width])] if num_bytes else []
 
 
 def joined(parts) -> bytes:
     return b"".join(bytes(p) for p in parts)
 
 
-def round_trip(codec: str, buffers, runs):
+def round_trip(codec: str, buffers, shape):
     c = Codec()
-    encoded = c.encode(codec, buffers, runs)
+    encoded = c.encode(codec, buffers, shape)
     raw = joined(buffers)
     data = joined(encoded.parts)
     assert encoded.num_bytes == len(data) <= len(raw)
@@ -34,7 +41,7 @@ def round_trip(codec: str, buffers, runs):
         assert data == raw
         return encoded
     out = [bytearray(b"\xee" * b.nbytes) for b in buffers]
-    c.decode(memoryview(data), [memoryview(o) for o in out], runs)
+    c.decode("zstd", memoryview(data), [memoryview(o) for o in out], shape)
     assert joined(out) == raw
     return encoded
 
@@ -54,60 +61,60 @@ SIZES = [0, 1, 4, 511, 512, 4095, 4096, 65536, (1 << 20) - 4, 1 << 20, (1 << 20)
 def test_bit_exact(codec, width, size):
     size -= size % width
     data = smooth(size)
-    encoded = round_trip(codec, (data,), [(size, width)] if size else [])
+    encoded = round_trip(codec, (data,), flat(size, width))
     if codec == "zstd" and size > 4096 and width in (2, 4):
         assert encoded.codec == "zstd" and encoded.num_bytes < 0.95 * size
 
 
 def test_noise_stays_raw_and_is_not_copied():
     noise = bytearray(random.Random(0).randbytes(300_000))
-    encoded = round_trip("zstd", (memoryview(noise),), [(len(noise), 4)])
+    encoded = round_trip("zstd", (memoryview(noise),), flat(len(noise), 4))
     assert encoded.codec == "raw" and encoded.parts[0].obj is noise
 
 
 def test_zeros_and_infinities_and_nans():
     values = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45] * 5000, "<f4")
     values.view("<u4")[4::12] = 0x7FC01234
-    assert round_trip("zstd", (memoryview(values.tobytes()),), [(values.nbytes, 4)]).codec == "zstd"
+    assert round_trip("zstd", (memoryview(values.tobytes()),), flat(values.nbytes, 4)).codec == "zstd"
 
 
 def test_mixed_dtypes_over_many_buffers():
     layers, start, stop = (0, 1, 2, 3, 4), 10, 200
-    runs = element_runs(LAYOUT, start, stop, layers)
-    assert [w for _, w in runs] == [4, 2, 4, 1, 4]
+    shape = segment_shape(LAYOUT, start, stop, layers)
+    assert [run.width for run in shape] == [4, 4, 2, 4, 4, 1, 4]
     buffers = [
         smooth((stop - start if spec.is_rows else 1) * t.row_bytes, seed=i)
         for i, (spec, t) in enumerate((LAYOUT.states[n], t) for n in layers for t in LAYOUT.states[n].tensors)
     ]
     assert sum(b.nbytes for b in buffers) == LAYOUT.segment_bytes(start, stop, layers)
-    round_trip("zstd", buffers, runs)
+    round_trip("zstd", buffers, shape)
 
 
 def test_buffers_may_be_cut_anywhere_between_elements():
     data = smooth(40_000)
     c = Codec()
-    encoded = c.encode("zstd", (data[:4], data[4:1000], data[1000:]), [(40_000, 4)])
+    encoded = c.encode("zstd", (data[:4], data[4:1000], data[1000:]), flat(40_000, 4))
     out = bytearray(40_000)
     views = (memoryview(out)[:20_000], memoryview(out)[20_000:])
-    c.decode(memoryview(joined(encoded.parts)), views, [(40_000, 4)])
+    c.decode("zstd", memoryview(joined(encoded.parts)), views, flat(40_000, 4))
     assert bytes(out) == bytes(data)
 
 
 def test_buffers_that_do_not_fit_are_our_bug():
     c = Codec()
     with pytest.raises(LocalProtocolError):
-        c.encode("raw", (memoryview(bytes(5)),), [(4, 4)])
+        c.encode("raw", (memoryview(bytes(5)),), flat(4, 4))
     with pytest.raises(LocalProtocolError):
-        c.encode("zstd", (memoryview(bytes(3)), memoryview(bytes(5))), [(8, 4)])
+        c.encode("zstd", (memoryview(bytes(3)), memoryview(bytes(5))), flat(8, 4))
     with pytest.raises(LocalProtocolError):
-        c.encode("lz4", (memoryview(bytes(4)),), [(4, 4)])
+        c.encode("lz4", (memoryview(bytes(4)),), flat(4, 4))
     with pytest.raises(LocalProtocolError):
-        c.decode(memoryview(b""), (memoryview(bytearray(5)),), [(4, 4)])
+        c.decode("zstd", memoryview(b""), (memoryview(bytearray(5)),), flat(4, 4))
 
 
 def test_shaped_and_typed_buffers():
     values = np.arange(6000, dtype="<f4").reshape(30, 20, 10)
-    round_trip("zstd", (memoryview(values),), [(values.nbytes, 4)])
+    round_trip("zstd", (memoryview(values),), flat(values.nbytes, 4))
 
 
 def block(raw_len: int, width: int, planes: list[tuple[int, bytes]]) -> bytes:
@@ -120,7 +127,7 @@ def zstd(data: bytes, **options: object) -> bytes:
     return zstandard.ZstdCompressor(**options).compress(data)
 
 
-RUNS = [(8, 2)]
+SHAPE = flat(8, 2)
 BAD = {
     "empty": b"",
     "cut header": block(8, 2, [(0, b"abcd"), (0, b"abcd")])[:12],
@@ -148,7 +155,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_lies_are_typed_errors(name):
     with pytest.raises(BadMessage):
-        Codec().decode(memoryview(BAD[name]), (memoryview(bytearray(8)),), RUNS)
+        Codec().decode("zstd", memoryview(BAD[name]), (memoryview(bytearray(8)),), SHAPE)
 
 
 def test_bomb_reserves_nothing():
@@ -164,7 +171,9 @@ def test_bomb_reserves_nothing():
     for data in (bomb, bytes(lie)):
         tracemalloc.start()
         with pytest.raises(BadMessage):
-            Codec().decode(memoryview(block(8, 2, [(1, data), (0, b"abcd")])), (memoryview(bytearray(8)),), RUNS)
+            Codec().decode(
+                "zstd", memoryview(block(8, 2, [(1, data), (0, b"abcd")])), (memoryview(bytearray(8)),), SHAPE
+            )
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < 1 << 20
@@ -174,12 +183,12 @@ def test_bomb_reserves_nothing():
 @given(st.data())
 def test_flipped_bits_never_raise_anything_else(data):
     raw = smooth(data.draw(st.sampled_from([64, 4096, 20_000])), seed=1)
-    runs = [(len(raw), 4)]
+    shape = flat(len(raw), 4)
     c = Codec()
-    good = bytearray(joined(c._blocks((raw,), runs)))
+    good = bytearray(joined(c._blocks((raw,), shape)))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(good) - 1))
         good[at] ^= 1 << data.draw(st.integers(0, 7))
     out = bytearray(len(raw))
     with contextlib.suppress(BadMessage):
-        c.decode(memoryview(bytes(good)), (memoryview(out),), runs)
+        c.decode("zstd", memoryview(bytes(good)), (memoryview(out),), shape)

@@ -24,7 +24,7 @@ from common.errors import (
     TransferError,
     TransferIncomplete,
 )
-from common.wire.codec import element_runs
+from common.wire.codec import segment_shape
 from common.wire.connection import Closed, Connection, Opened, Received
 from common.wire.digest import segment_digest
 from common.wire.frames import FrameType, Target
@@ -238,9 +238,9 @@ class Exchange:
                 session.settle(served)
 
     def send(self, served: SendStream, where: tuple[int, int, tuple[int, ...]]) -> None:
-        runs = element_runs(LAYOUT, *where)
-        encoded = self.ends.codec.encode(served.prefill.codecs[0], self.sources[served].buffers(*where), runs)
-        served.add_segment(where[:2], where[2], sum(n for n, _ in runs), encoded, 4096)
+        shape = segment_shape(LAYOUT, *where)
+        encoded = self.ends.codec.encode(served.prefill.codecs[0], self.sources[served].buffers(*where), shape)
+        served.add_segment(where[:2], where[2], sum(run.num_bytes for run in shape), encoded, 4096)
         served.progress(where[0])
 
     def land(self) -> None:
@@ -259,7 +259,8 @@ class Exchange:
         if head.codec != "raw":
             out = self.sinks[stream.stream_id].buffers(head.start, head.stop, head.layers)
             try:
-                self.ends.codec.decode(segment.views[0], out, element_runs(LAYOUT, head.start, head.stop, head.layers))
+                shape = segment_shape(LAYOUT, head.start, head.stop, head.layers)
+                self.ends.codec.decode(head.codec, segment.views[0], out, shape)
             except RemoteProtocolError as e:
                 session.fail(stream, TransferIncomplete(str(e)))
                 return

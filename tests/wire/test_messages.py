@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import BadMessage, FrameTooLarge
 from common.wire.auth import key_id, link_mac, session_key
-from common.wire.codec import Codec
+from common.wire.codec import Codec, TensorRun
 from common.wire.digest import extend, seal, segment_digest, token_hash
 from common.wire.frames import FRAME_BYTES, MAX_HEADER_BYTES, FrameHead, FrameType, checksum, parse_head
 from common.wire.framing import SealedFraming
@@ -139,7 +139,7 @@ def test_golden_zstd_block_of_stored_planes():
     raw = bytes.fromhex("0001020304050607")
     block = bytes.fromhex("00000008 02 00 00000004 00 00000004 00020406 01030507")
     out = bytearray(8)
-    Codec().decode(memoryview(block), (memoryview(out),), [(8, 2)])
+    Codec().decode("zstd", memoryview(block), (memoryview(out),), [TensorRun(4, 1, "bfloat16")])
     assert bytes(out) == raw
 
 
