@@ -79,3 +79,13 @@ class EgressControl(Protocol):
 
     def estimate(self, peer: str) -> PathEstimate | None:
         """Of a peer's path; None before anything was sent to it."""
+
+
+class CodecChooser(Protocol):
+    """Decides, for every segment, whether the wanted codec is worth its time (policy/codec.py)."""
+
+    def note(self, raw_bytes: int, encoded_bytes: int, seconds: float) -> None:
+        """A segment was encoded by the wanted codec, in one thread."""
+
+    def pays(self, bps: float) -> bool:
+        """Whether the next segment is to be encoded, on a path of so many bits per second; 0 is not known."""

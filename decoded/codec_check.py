@@ -25,11 +25,11 @@ from common.request import SamplingParams
 from common.sched.sequence import Chunk
 from common.sched.sequence import Sequence as Row
 from common.sched.specs import plan_segments
+from common.text.tokenizer import Tokenizer
 from common.wire.codec import CODECS, Codec, segment_shape
 from common.wiring import load_runner
 from decoded.codec_report import PARAMETERS, CodecReport, identity_of, store
 from decoded.config import DecodeConfig
-from common.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from common.sched.executor import Slot

@@ -23,8 +23,10 @@ from common.looplag import LoopLag
 from common.metrics import Metrics
 from common.net.server import PrefillServer
 from common.policy.admission import AdmissionController, AdmissionLimits
+from common.policy.codec import CodecChoice
 from common.policy.egress import Egress, EgressLimits
 from common.release import version
+from common.wire.codec import CODECS
 from common.wire.connection import Closed
 from common.wire.session import StreamRefused
 from common.wiring import (
@@ -102,6 +104,7 @@ class PrefillService:
         self._server = PrefillServer(
             end, link_options(config), self._handler, load=self._load, egress=self._egress, trace=self._trace
         )
+        self._server.choosers = {codec: CodecChoice() for codec in CODECS if codec != "raw"}
         self._server.on_refused, self._server.on_fault = self._on_refused, self._on_fault
         self._server.on_stream_refused = self._on_stream_refused
         await self._server.start(config.listen.host, config.listen.port)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from common.errors import AuthFailed, LinkLost, StartupError, TlsFailed, UnknownFrame
 from common.hosts import is_loopback
-from common.linkfacts import EgressControl, LinkKey, PathEstimate
+from common.linkfacts import CodecChooser, EgressControl, LinkKey, PathEstimate
 from common.net.codecs import CodecPool
 from common.net.ends import connection_config
 from common.net.governor import Governor
@@ -54,6 +54,8 @@ class PrefillServer:
         self.local, self.options, self.handler = local, options, handler
         self.load, self.trace = load, trace
         self.is_draining = False
+        self.choosers: dict[str, CodecChooser] = {}
+        """By codec: whether a segment is worth encoding; a codec without one always is."""
         self.on_refused: Callable[[Closed, str], None] | None = None
         """Told of every connection that ends before its handshake is done, with the address it came from."""
         self.on_fault: Callable[[Closed, str], None] | None = None
@@ -249,7 +251,7 @@ class PrefillServer:
     def _new_peer(self) -> ServerPeer:
         info = self.local.info
         peer = ServerPeer(self._config.ack, info.layout, info.vocab_size, self._codecs, self.handler, self.trace)
-        peer.governor = self._governor
+        peer.governor, peer.choosers = self._governor, self.choosers
         peer.load, peer.on_idle, peer.on_refused = self.load, self._sweep, self._stream_refused
         return peer
 

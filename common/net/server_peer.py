@@ -15,7 +15,7 @@ from math import isfinite
 
 from common.errors import LinkLost, PdError, PeerEngineFailed, PeerError
 from common.layout import StateLayout
-from common.linkfacts import PathEstimate
+from common.linkfacts import CodecChooser, PathEstimate
 from common.net.codecs import CodecPool
 from common.net.governor import Governor
 from common.net.link import Link, delivery_bps, now, security_facts
@@ -56,6 +56,7 @@ class ServerPeer:
         self.data: dict[int, Link] = {}
         self.load: Callable[[], Mapping[str, float]] | None = None
         self.governor: Governor | None = None
+        self.choosers: dict[str, CodecChooser] = {}
         self.on_idle: Callable[[], None] | None = None
         self.on_refused: Callable[[StreamRefused, str], None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -257,6 +258,8 @@ class ServerPeer:
             new_handle=self.session.new_handle,
             settle=self._settle,
             trace=self.trace,
+            choosers=self.choosers,
+            path_bps=self._path_bps,
         )
         address = self.control.address if self.control else ""
         served = ServerStream(stream, PeerId(peer.name, peer.instance, address), port)
@@ -264,15 +267,17 @@ class ServerPeer:
         self._streams[stream] = (served, task)
         task.add_done_callback(lambda t: self._done(stream, served, t))
 
+    def _path_bps(self) -> float:
+        path = self.path
+        return max(path.goodput_bps, path.capacity_bps) if path is not None else 0.0
+
     def _piece_bytes(self) -> int:
         """Of the next segment: small where links are slow, so that the faster one takes more and no tail is long."""
         most = min(self.ours.max_piece_bytes, self.session.peer.max_piece_bytes if self.session.peer else MIN_PIECE)
         links = [link for link in self.data.values() if not link.is_loopback]
         if not links:
             return most
-        path = self.path
-        bytes_per_s = max(path.goodput_bps, path.capacity_bps) / 8 / len(links) if path is not None else 0.0
-        wanted = max(MIN_PIECE, 1 << max(0, int(PIECE_S * bytes_per_s)).bit_length() >> 1)
+        wanted = max(MIN_PIECE, 1 << int(PIECE_S * self._path_bps() / 8 / len(links)).bit_length() >> 1)
         return min(most, wanted)
 
     @property

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from common.backend import ComputedSegment
 from common.errors import LinkLost, LocalProtocolError, PeerError
 from common.layout import StateLayout
+from common.linkfacts import CodecChooser
 from common.net.codecs import CodecPool
 from common.net.link import now
 from common.net.options import PeerId, RemoteRequest, Trace
@@ -34,6 +35,8 @@ class StreamPort:
     new_handle: Callable[[], bytes]
     settle: Callable[[SendStream], None]
     trace: Trace | None
+    choosers: dict[str, CodecChooser]
+    path_bps: Callable[[], float]
 
 
 class ServerStream:
@@ -121,9 +124,13 @@ class ServerStream:
         for part in split_segment(port.layout, segment, port.max_segment_bytes):
             self._check()
             shape = segment_shape(port.layout, part.start, part.stop, part.layers)
-            encoded = await port.codecs.encode(self.codec, part.buffers, shape)
-            self._check()
             raw_bytes = sum(run.num_bytes for run in shape)
+            chooser = port.choosers.get(self.codec)
+            is_worth_it = chooser is None or chooser.pays(port.path_bps())
+            encoded, seconds = await port.codecs.encode(self.codec if is_worth_it else "raw", part.buffers, shape)
+            if chooser is not None and is_worth_it:
+                chooser.note(raw_bytes, encoded.num_bytes, seconds)
+            self._check()
             queued = self._stream.add_segment(
                 (part.start, part.stop), part.layers, raw_bytes, encoded, port.piece_bytes()
             )
