@@ -176,7 +176,8 @@ class LinksConfig(Section):
 
     data_links: int = key(
         0,
-        "Data links per session, next to one control link; 0 is 1 to a loopback peer and 4 to any other.",
+        "Data links per session, next to one control link; 0 is 1 to a loopback peer, and to any other 4, or up to 8"
+        " where the kernel lacks bbr and the path is long or loses packets.",
         ge=0,
         le=64,
     )

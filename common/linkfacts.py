@@ -80,6 +80,9 @@ class EgressControl(Protocol):
     def estimate(self, peer: str) -> PathEstimate | None:
         """Of a peer's path; None before anything was sent to it."""
 
+    def num_links(self, peer: str, congestion_control: str) -> int:
+        """Data links that a peer's path needs; 0 before that is known."""
+
 
 class CodecChooser(Protocol):
     """Decides, for every segment, whether the wanted codec is worth its time (policy/codec.py)."""

@@ -26,6 +26,8 @@ from common.wire.handshake import ConnectionConfig, Handshake
 from common.wire.messages import HelloAck, Piece
 
 log = logging.getLogger(__name__)
+# Data links to another machine where their number is not configured: at first, and as many as the peer may ask for.
+FIRST_LINKS, MAX_AUTOMATIC_LINKS = 4, 8
 LOCAL_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 INCOMPATIBLE_CODES = {"layout_mismatch", "auth", "version", "bad_magic"} | {
     f"tls_{kind}" for kind in TLS_KINDS if kind != "failed"
@@ -83,15 +85,24 @@ class Dialer(LinkOwner):
         self.tls: MakeTls | None = None
         self.control: Link | None = None
         self.data: dict[int, Link] = {}
-        self.num_data_links = options.data_links or (1 if is_loopback(host) else 4)
+        self.num_data_links = options.data_links or (1 if is_loopback(host) else FIRST_LINKS)
         self.bytes_in = self.bytes_out = 0
         self._tried: set[int] = set()
+        self._num_first = self.num_data_links
+        self._start_slot: Callable[[int], None] | None = None
         self._opening: dict[Link, asyncio.Future[None]] = {}
 
     @property
     def is_warm(self) -> bool:
-        """True when every data link of this session is open, or has failed once."""
-        return len(self._tried) >= self.num_data_links
+        """True when every data link that this session began with is open, or has failed once."""
+        return len(self._tried) >= self._num_first
+
+    def want(self, num_links: int) -> None:
+        """Have at least so many data links from now on."""
+        first, self.num_data_links = self.num_data_links + 1, max(self.num_data_links, num_links)
+        for index in range(first, self.num_data_links + 1):
+            if self._start_slot is not None:
+                self._start_slot(index)
 
     async def run(self) -> None:
         """Connect and reconnect until cancelled."""
@@ -124,13 +135,18 @@ class Dialer(LinkOwner):
         self._tried.clear()
         link = await self._connect(session, 0, None, lost)
         key = link.connection.handshake.session_key
-        slots = [
-            asyncio.create_task(self._keep_data_link(session, key, index))
-            for index in range(1, self.num_data_links + 1)
-        ]
+        slots: list[asyncio.Task[None]] = []
+
+        def start_slot(index: int) -> None:
+            slots.append(asyncio.create_task(self._keep_data_link(session, key, index)))
+
+        self._num_first, self._start_slot = self.num_data_links, start_slot
+        for index in range(1, self.num_data_links + 1):
+            start_slot(index)
         try:
             await lost.wait()
         finally:
+            self._start_slot = None
             for slot in slots:
                 slot.cancel()
             for data in list(self.data.values()):

@@ -13,7 +13,7 @@ from common.backend import StateSink
 from common.errors import LayoutMismatch, LinkLost, LocalProtocolError, PdError, PeerDraining, PromptTooLong
 from common.hosts import is_loopback
 from common.net.codecs import INLINE_BYTES, CodecPool
-from common.net.dialer import INCOMPATIBLE_CODES, Dialer, Failure
+from common.net.dialer import INCOMPATIBLE_CODES, MAX_AUTOMATIC_LINKS, Dialer, Failure
 from common.net.ends import connection_config
 from common.net.link import Link, delivery_bps, now, security_facts
 from common.net.options import (
@@ -284,6 +284,8 @@ class PeerClient:
             self._update_state()
         elif isinstance(message, Status):
             self._load = message.facts
+            if not self.options.data_links:
+                self._dialer.want(int(min(message.facts.get("wanted_data_links", 0), MAX_AUTOMATIC_LINKS)))
         else:
             self._session.receive(event.stream_id, message, now())
         self._flush()

@@ -267,6 +267,21 @@ class ServerPeer:
         self._streams[stream] = (served, task)
         task.add_done_callback(lambda t: self._done(stream, served, t))
 
+    def _path_facts(self) -> dict[str, float]:
+        """What the client should know of its own path: only the sender sees it."""
+        path, peer = self.path, self.session.peer
+        if path is None or peer is None or self.governor is None:
+            return {}
+        control = next((link.congestion_control for link in self.data.values()), "")
+        return {
+            "path_goodput_bps": path.goodput_bps,
+            "path_capacity_bps": path.capacity_bps,
+            "path_confidence": path.confidence,
+            "path_queueing_s": path.queueing_s,
+            "path_loss": path.loss,
+            "wanted_data_links": self.governor.control.num_links(peer.instance, control),
+        }
+
     def _path_bps(self) -> float:
         path = self.path
         return max(path.goodput_bps, path.capacity_bps) if path is not None else 0.0
@@ -345,7 +360,7 @@ class ServerPeer:
 
     def _send_status(self) -> None:
         if self.control is not None and self.control.is_open:
-            if self.load is not None:
-                facts = {name: float(value) for name, value in self.load().items() if isfinite(value)}
-                self.control.send(Status(facts))
+            facts = self._path_facts() | (dict(self.load()) if self.load is not None else {})
+            if facts:
+                self.control.send(Status({name: float(value) for name, value in facts.items() if isfinite(value)}))
             self._status = self._loop.call_later(self.ours.heartbeat_s, self._send_status)

@@ -206,6 +206,7 @@ class Rig:
         self.chunk = 256
         self.trace: list[tuple[str, dict[str, Any]]] = []
         self.proxy: Proxy | None = None
+        self.egress: Any = None
         self._changed = asyncio.Event()
 
     async def start(
@@ -239,6 +240,7 @@ class Rig:
             options or self.options,
             self._handle,
             load=lambda: {"num_queued": 3},
+            egress=self.egress,
             trace=lambda event, *, now, **fields: self.trace.append((event, fields | {"at": now})),
         )
         await server.start("127.0.0.1", port)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
-from tests.net.rig import on_uvloop, rigged
+import pytest
+
+from common.linkfacts import PathEstimate
+from tests.net.rig import FAST, Rig, on_uvloop, rigged
 
 
 async def until(check) -> None:
@@ -59,3 +63,44 @@ async def test_a_cut_session_ends_and_begins_again_with_its_own_bytes(caplog):
         first, second = lines(caplog, "session ends")
         assert first.message == "session ends" and first.bytes_out > 1e6 > second.bytes_out
         assert num_out <= rig.server.traffic[1] < 1.5 * num_out
+
+
+class Path:
+    """An egress control that has seen a path and wants so many links for it."""
+
+    resent_bytes = 0
+
+    def __init__(self, num_links: int) -> None:
+        self.wanted = num_links
+
+    def step(self, now, samples):
+        return {}
+
+    def estimate(self, peer):
+        return PathEstimate(1e6, 2e6, 0.5, 0.02, 0.01, 0.01, 0.001, None)
+
+    def num_links(self, peer, congestion_control):
+        return self.wanted
+
+
+@pytest.mark.parametrize(("data_links", "wanted", "expected"), [(0, 5, 5), (0, 99, 8), (3, 5, 3)])
+@on_uvloop
+async def test_data_links_grow_as_the_sender_asks(data_links, wanted, expected):
+    rig = Rig(options=replace(FAST, data_links=data_links, heartbeat_s=0.1))
+    rig.egress = Path(wanted)
+    await rig.start()
+    try:
+        await rig.state("ready")
+        prefill, sink = rig.ask(300)
+        await rig.finish(prefill, sink)
+        async with asyncio.timeout(5):
+            while rig.client.status()["num_links"] != 1 + expected:
+                await asyncio.sleep(0.02)
+                assert rig.client.state == "ready"  # further links are no reason to wait
+        await asyncio.sleep(0.3)
+        assert rig.client.status()["num_links"] == 1 + expected
+        prefill, sink = rig.ask(3000, name="r2")
+        await rig.finish(prefill, sink)
+        assert rig.client.load["path_capacity_bps"] == 2e6
+    finally:
+        await rig.close()

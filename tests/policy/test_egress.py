@@ -229,6 +229,22 @@ def test_buffers_and_queues_follow_the_rate() -> None:
     assert all(plan.queue_bytes == MIN_QUEUE_BYTES for plan in slow.paths[0].plans.values())
 
 
+@pytest.mark.parametrize(
+    ("congestion_control", "rate_bps", "rtt_s", "queue_s", "expected"),
+    [
+        ("bbr", 1e9, 0.08, 0.1, 4),
+        ("cubic", 50e6, 0.01, 1.0, 4),
+        ("cubic", 1e9, 0.08, 0.1, 8),
+        ("", 20e6, 0.01, 0.01, 8),
+    ],
+)
+def test_how_many_links_a_path_needs(congestion_control, rate_bps, rtt_s, queue_s, expected) -> None:
+    world = World(rate_bps, rtt_s=rtt_s, queue_s=queue_s)
+    assert world.egress.num_links("d0", congestion_control) == 0
+    world.run(0.5)  # the last path drops packets by then
+    assert world.egress.num_links("d0", congestion_control) == expected
+
+
 def sample(acked: int, *, link: int = 1, limited_s: float = 0.0) -> LinkSample:
     return LinkSample(("d0", link), 0.02, 0.02, acked, acked, 0, 0.0, limited_s, True)
 
