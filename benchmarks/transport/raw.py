@@ -45,7 +45,7 @@ class Sender:
         self.sockets: list[socket.socket] = []
 
     def run(self) -> None:
-        """Until stdin ends: each line is {"num_bytes"}, or {} for facts about the sockets."""
+        """Until stdin ends: each line is {"num_bytes"}, or anything else for facts about the sockets."""
         setup = self._setup
         with socket.create_server((setup.host, setup.port)) as listener:
             say({"port": listener.getsockname()[1]})
@@ -56,7 +56,7 @@ class Sender:
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
         for line in sys.stdin:
             wanted = json.loads(line)
-            if wanted:
+            if "num_bytes" in wanted:
                 with self._wake:
                     self._left = wanted["num_bytes"]
                     self._wake.notify_all()

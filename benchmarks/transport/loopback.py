@@ -1,0 +1,74 @@
+"""Session goodput over loopback against iperf3 with one stream, alternating; CPU seconds per GB of both ends."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import time
+from typing import Any
+
+from benchmarks.transport.pair import Process, pair
+
+STATE_BYTES = 64 << 20
+# What is in one segment, and in one frame: "large pieces".
+PIECE_BYTES = 8 << 20
+SETUP = {
+    "max_bytes": STATE_BYTES,
+    "segment_bytes": PIECE_BYTES,
+    "options": {"data_links": 1, "piece_bytes": PIECE_BYTES, "max_segment_bytes": PIECE_BYTES},
+}
+
+
+def measure(rounds: int, num_requests: int, seconds: int) -> list[dict[str, Any]]:
+    """One record per round and sender: bytes per second, CPU seconds per GB at the sender and the receiver."""
+    records = []
+    with pair("ends", SETUP) as ends:
+        ours(ends, 2)  # memory is touched, connections are warm
+        for number in range(rounds):
+            turns = [("prfaas", lambda: ours(ends, num_requests)), ("iperf3", lambda: iperf3(seconds))]
+            for name, run in turns if number % 2 == 0 else reversed(turns):
+                records.append({"round": number, "sender": name, **run()})
+    return records
+
+
+def ours(ends: tuple[Process, Process], num_requests: int) -> dict[str, float]:
+    """64 MiB of state per request, raw, two requests at a time."""
+    serve, fetch = ends
+    before = serve.ask()["cpu_s"]
+    took = fetch.ask(num_bytes=STATE_BYTES, num_requests=num_requests, concurrency=2)
+    num_gb = num_requests * STATE_BYTES / 1e9
+    return {
+        "gb_per_s": num_gb / took["wall_s"],
+        "sender_s_per_gb": (serve.ask()["cpu_s"] - before) / num_gb,
+        "receiver_s_per_gb": took["cpu_s"] / num_gb,
+    }
+
+
+def iperf3(seconds: int) -> dict[str, float]:
+    """One TCP stream, blocking calls. Raises RuntimeError when iperf3 is not there or fails."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    server = subprocess.Popen(["iperf3", "-s", "-1", "-p", port], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(50):
+            time.sleep(0.1)
+            done = subprocess.run(
+                ["iperf3", "-c", "127.0.0.1", "-p", port, "-t", str(seconds), "-J"], capture_output=True, check=False
+            )
+            if done.returncode == 0:
+                return _figures(json.loads(done.stdout)["end"])
+        raise RuntimeError(f"iperf3 failed: {done.stdout[-300:]!r}")
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _figures(end: dict[str, Any]) -> dict[str, float]:
+    total, cpu = end["sum_received"], end["cpu_utilization_percent"]
+    num_gb = total["bytes"] / 1e9
+    return {
+        "gb_per_s": num_gb / total["seconds"],
+        "sender_s_per_gb": cpu["host_total"] / 100 * total["seconds"] / num_gb,
+        "receiver_s_per_gb": cpu["remote_total"] / 100 * total["seconds"] / num_gb,
+    }
