@@ -76,6 +76,17 @@ class PrefillMetrics:
             buckets=_BUCKETS,
             registry=r,
         )
+        self._make_link_metrics(r)
+        self.running = Gauge("prfaas_running_requests", "Prefill requests admitted and not finished.", registry=r)
+        self.queued = Gauge("prfaas_queued_requests", "Prefill requests waiting for admission.", registry=r)
+        self.queued_tokens = Gauge("prfaas_queued_prompt_tokens", "Prompt tokens of queued requests.", registry=r)
+        self.state_bytes = Gauge(
+            "prfaas_state_bytes", "State memory held by the engine, by kind.", ["kind"], registry=r
+        )
+        self.draining = Gauge("prfaas_draining", "1 while draining, else 0.", registry=r)
+        self._show_known_labels()
+
+    def _make_link_metrics(self, r: CollectorRegistry) -> None:
         self.sessions = Gauge("prfaas_sessions", "decodeds whose control link is open.", registry=r)
         self.links = Gauge("prfaas_links", "Open links of all sessions, control and data.", registry=r)
         self.link_bytes = Counter(
@@ -95,14 +106,6 @@ class PrefillMetrics:
             )
             for name, what in _PATH_GAUGES.items()
         }
-        self.running = Gauge("prfaas_running_requests", "Prefill requests admitted and not finished.", registry=r)
-        self.queued = Gauge("prfaas_queued_requests", "Prefill requests waiting for admission.", registry=r)
-        self.queued_tokens = Gauge("prfaas_queued_prompt_tokens", "Prompt tokens of queued requests.", registry=r)
-        self.state_bytes = Gauge(
-            "prfaas_state_bytes", "State memory held by the engine, by kind.", ["kind"], registry=r
-        )
-        self.draining = Gauge("prfaas_draining", "1 while draining, else 0.", registry=r)
-        self._show_known_labels()
 
     def _show_known_labels(self) -> None:
         """A label value that is not there yet would hide its first event from rate()."""
