@@ -84,7 +84,7 @@ class PeerClient:
         self._session = ClientSession(config.ack, local.info.layout, options.credit_bytes, is_sealed=is_sealed)
         self._dialer = Dialer(host, port, config, options, self)
         self._dialer.tls = self._make_tls()
-        self._codecs = CodecPool(options.codec_threads)
+        self._codecs = CodecPool(options.codec_threads, now)
         self._prefills: dict[int, RemotePrefill] = {}
         self._runner: asyncio.Task[None] | None = None
         self._lease: asyncio.TimerHandle | None = None

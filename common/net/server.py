@@ -17,7 +17,7 @@ from common.linkfacts import CodecChooser, EgressControl, LinkKey, PathEstimate
 from common.net.codecs import CodecPool
 from common.net.ends import connection_config
 from common.net.governor import Governor
-from common.net.link import Link
+from common.net.link import Link, now
 from common.net.options import LinkOptions, LocalEnd, PeerId, RemoteRequest, Security, Trace
 from common.net.server_peer import Handler, ServerPeer
 from common.net.server_stream import ServerStream
@@ -63,7 +63,7 @@ class PrefillServer:
         self.on_stream_refused: StreamRefusal | None = None
         """Told of every Prefill that the network layer refused by itself, with the peer's name."""
         self._config = connection_config(local, options)
-        self._codecs = CodecPool(options.codec_threads)
+        self._codecs = CodecPool(options.codec_threads, now)
         self._server: asyncio.Server | None = None
         self._early: set[Link] = set()
         self._peers: dict[str, ServerPeer] = {}
