@@ -73,6 +73,7 @@ class PrefillSecurityConfig(SecurityConfig):
             message = f'is not used with security.mode = "{self.mode}": remove it'
             yield Problem(("security.allowed_names", "security.mode"), message)
 
+
 class EgressConfig(Section):
     """How much of the network the state of prompts may take. Changes by reload.
 
