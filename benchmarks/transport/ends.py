@@ -23,7 +23,7 @@ import uvloop
 
 from common.backend import ComputedSegment
 from common.layout import ModelInfo, StateLayout, StateSpec, TensorSpec
-from common.net.options import LinkOptions, LocalEnd, RemoteRequest
+from common.net.options import LinkOptions, LocalEnd, RemoteRequest, Security
 from common.net.pool import PeerClient
 from common.net.server import PrefillServer, ServerStream
 from common.policy.egress import Egress, EgressLimits
@@ -96,7 +96,7 @@ def cpu_s() -> float:
 
 def local_end(role: Any) -> LocalEnd:
     info = ModelInfo("bench", "w", "c", "t", LAYOUT, 1 << 20, 1 << 20, (0,), {})
-    return LocalEnd(role, role, f"{role}-{monotonic()}", info, KEY)
+    return LocalEnd(role, role, f"{role}-{monotonic()}", info, Security("key", (KEY,)))
 
 
 async def serve(setup: Setup) -> None:

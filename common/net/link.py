@@ -12,8 +12,7 @@ import asyncio
 import logging
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable
 from time import monotonic, time
 from typing import Protocol, cast
 
@@ -36,8 +35,6 @@ HELD_BYTES = 16 << 20
 """Sealed payloads of one link that wait to be opened; past it nothing more is read."""
 _TLS_READ_BYTES = 32 << 10
 _LINGER_S = 1.0
-_SHOWN = ("rtt_s", "min_rtt_s", "cwnd_bytes", "bytes_acked", "bytes_sent", "bytes_retrans", "delivery_bps")
-_MIN_RATE_BYTES = 1 << 20
 
 
 def now() -> float:
@@ -111,7 +108,8 @@ class Link(asyncio.BufferedProtocol):
         self._queue = SealQueue(codecs, self._sealed)
         self._unwritten: deque[tuple[int, OutPiece]] = deque()
         self._is_polling = False
-        self._plan: LinkPlan | None = None
+        self.plan: LinkPlan | None = None
+        """How it sends; None before that was decided."""
 
     @property
     def connection(self) -> Connection:
@@ -173,7 +171,7 @@ class Link(asyncio.BufferedProtocol):
 
     def tune(self, plan: LinkPlan) -> None:
         """Send as the plan says from now on."""
-        before, self._plan, sock = self._plan, plan, self.socket()
+        before, self.plan, sock = self.plan, plan, self.socket()
         if sock is None or self._transport is None or plan == before:
             return
         if before is None or plan.queue_bytes != before.queue_bytes:
@@ -182,26 +180,6 @@ class Link(asyncio.BufferedProtocol):
             tuning.set_pacing(sock, plan.pacing_bps)
         if plan.send_buffer_bytes and plan.send_buffer_bytes != (before.send_buffer_bytes if before else None):
             tuning.set_send_buffer(sock, plan.send_buffer_bytes)
-
-    def status(self) -> dict[str, object]:
-        """What `peers --json` shows of a link: the kernel's view, and how it was tuned."""
-        info, plan = tcp_info(self.socket()), self._plan
-        facts: dict[str, object] = {"link": self.index, "congestion_control": self.congestion_control}
-        if info is not None:
-            facts |= {name: getattr(info, name) for name in _SHOWN}
-        if plan is not None:
-            facts |= asdict(plan)
-        return facts
-
-    @property
-    def delivery_bps(self) -> float | None:
-        """Bits per second at which the kernel last saw our bytes arrive. None before there were enough of them to
-        measure, and on loopback, where it is the speed of memory.
-        """
-        if self.bytes_out < _MIN_RATE_BYTES or self.is_loopback:
-            return None
-        info = tcp_info(self.socket())
-        return info.delivery_bps if info else None
 
     # ---- asyncio's side
 
@@ -441,19 +419,3 @@ class Link(asyncio.BufferedProtocol):
     def _poll_written(self) -> None:
         self._is_polling = False
         self._check_written()
-
-
-def delivery_bps(links: Iterable[Link]) -> float | None:
-    """The sum over those links that know it."""
-    rates = [rate for link in links if (rate := link.delivery_bps) is not None]
-    return sum(rates) if rates else None
-
-
-def security_facts(mode: str, control: Link | None) -> dict[str, object]:
-    """What `peers` shows of how a session is secured, and of the certificate at its other end."""
-    certificate = control.certificate if control is not None else None
-    return {
-        "security": mode,
-        "certificate": certificate.name if certificate else None,
-        "certificate_expires_s": round(certificate.expires_at - unix_now()) if certificate else None,
-    }

@@ -15,7 +15,8 @@ from common.hosts import is_loopback
 from common.net.codecs import INLINE_BYTES, CodecPool
 from common.net.dialer import INCOMPATIBLE_CODES, MAX_AUTOMATIC_LINKS, Dialer, Failure
 from common.net.ends import connection_config
-from common.net.link import Link, delivery_bps, now, security_facts
+from common.net.link import Link, now
+from common.net.linkview import delivery_bps, link_rows, security_facts
 from common.net.options import (
     LinkOptions,
     LocalEnd,
@@ -198,7 +199,7 @@ class PeerClient:
             "bytes_in": self._dialer.bytes_in + sum(link.connection.bytes_in for link in self._links()),
             "bytes_out": self._dialer.bytes_out + sum(link.bytes_out for link in self._links()),
             "delivery_bps": delivery_bps(self._dialer.data.values()),
-            "data_links": [link.status() for link in self._dialer.data.values()],
+            "data_links": link_rows(self._dialer.data.values()),
             "peer_name": peer.name if peer else None,
             "instance_id": peer.instance if peer else None,
             "identity": _identity(peer) if peer else None,

@@ -18,7 +18,8 @@ from common.layout import StateLayout
 from common.linkfacts import CodecChooser, PathEstimate
 from common.net.codecs import CodecPool
 from common.net.governor import Governor
-from common.net.link import Link, delivery_bps, now, security_facts
+from common.net.link import Link, now
+from common.net.linkview import delivery_bps, link_rows, security_facts
 from common.net.options import PeerId, Trace
 from common.net.server_stream import ServerStream, StreamPort
 from common.wire.connection import Received
@@ -218,7 +219,7 @@ class ServerPeer:
             "bytes_in": num_in,
             "bytes_out": num_out,
             "delivery_bps": delivery_bps(self.data.values()),
-            "data_links": [link.status() for link in self.data.values()],
+            "data_links": link_rows(self.data.values()),
             "path": asdict(path) if (path := self.path) is not None else None,
         }
 

@@ -241,7 +241,7 @@ async def test_pieces_leave_in_order_whichever_is_sealed_first(ends, codec, monk
 
 @on_uvloop
 async def test_bytes_being_sealed_count_as_waiting_to_be_written(ends, monkeypatch):
-    monkeypatch.setattr(link_module, "HIGH_WATER_BYTES", 300_000)
+    monkeypatch.setattr(link_module, "LOOPBACK_QUEUE_BYTES", 300_000)
     go = asyncio.Event()
     pool = SlowPool(monkeypatch, lambda job: go.wait())
     async with rigged(WIDE, ONE_LINK, **ends.both()) as rig:
@@ -334,7 +334,7 @@ async def test_a_payload_that_cannot_be_sealed_costs_the_link(ends, monkeypatch)
 @on_uvloop
 async def test_a_link_whose_key_is_used_up_is_made_anew(ends, monkeypatch, data_links):
     monkeypatch.setattr(handshake, "SealKey", functools.partial(SealKey, max_blocks=150_000))
-    monkeypatch.setattr(link_module, "HIGH_WATER_BYTES", 300_000)  # what is under way then comes again, is little
+    monkeypatch.setattr(link_module, "LOOPBACK_QUEUE_BYTES", 300_000)  # what is under way then comes again, is little
     async with rigged(WIDE, replace(FAST, data_links=data_links), **ends.both()) as rig:
         faults: list[str] = []
         lost: list[int] = []
