@@ -34,6 +34,12 @@ class DecodeMetrics:
             ["peer", "error"],
             registry=r,
         )
+        self.links_lost = Counter(
+            "prfaas_links_lost_total",
+            "Open links that closed and neither end had left, by error code (eof; link_lost: silence, a lost session).",
+            ["peer", "code"],
+            registry=r,
+        )
         self.link_faults = Counter(
             "prfaas_link_faults_total",
             "Open links that closed since the protocol was broken or bytes were damaged on the way, by error code.",

@@ -11,6 +11,7 @@ from common.layout import numerics_differ, numerics_text
 from common.net.options import LocalEnd, Security
 from common.net.pool import PeerClient
 from common.trace import TraceWriter
+from common.wire.connection import Closed
 from common.wiring import link_options
 from decoded.config import DecodeConfig, PeerConfig
 from decoded.metrics import DecodeMetrics
@@ -40,7 +41,7 @@ class PeerSet:
         leaving = [client for peer, client in self._clients.items() if peer not in peers]
         for client in leaving:
             log.info("leaving peer", extra={"peer": client.name})
-            client.on_state = client.on_fault = client.on_refused = None
+            client.on_state = client.on_lost = client.on_refused = None
         # In two steps: a client that leaves is in nobody's sight, and a new one is before anything is awaited.
         self._clients = {peer: self._clients.get(peer) or self._make(peer) for peer in peers}
         for client in self.clients():
@@ -95,12 +96,14 @@ class PeerSet:
             tls_name=peer.tls_name,
             trace=self._trace,
         )
-        client.on_state, client.on_fault, client.on_refused = self._on_state, self._on_fault, self._on_refused
+        client.on_state, client.on_lost, client.on_refused = self._on_state, self._on_lost, self._on_refused
         self._metrics.peer_ready.labels(peer.name).set(0)
         return client
 
-    def _on_fault(self, client: PeerClient, code: str) -> None:
-        self._metrics.link_faults.labels(client.name, code).inc()
+    def _on_lost(self, client: PeerClient, closed: Closed) -> None:
+        self._metrics.links_lost.labels(client.name, closed.code).inc()
+        if closed.is_fault:
+            self._metrics.link_faults.labels(client.name, closed.code).inc()
 
     def _on_refused(self, client: PeerClient, code: str) -> None:
         self._metrics.handshakes_failed.labels(client.name, code).inc()

@@ -51,6 +51,12 @@ class PrefillMetrics:
             ["code"],
             registry=r,
         )
+        self.links_lost = Counter(
+            "prfaas_links_lost_total",
+            "Open links that closed and neither end had left, by error code (eof; link_lost: silence, a lost session).",
+            ["code"],
+            registry=r,
+        )
         self.link_faults = Counter(
             "prfaas_link_faults_total",
             "Open links that closed since the protocol was broken or bytes were damaged on the way, by error code.",

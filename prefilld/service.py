@@ -105,7 +105,7 @@ class PrefillService:
             end, link_options(config), self._handler, load=self._load, egress=self._egress, trace=self._trace
         )
         self._server.choosers = {codec: CodecChoice() for codec in CODECS if codec != "raw"}
-        self._server.on_refused, self._server.on_fault = self._on_refused, self._on_fault
+        self._server.on_refused, self._server.on_lost = self._on_refused, self._on_lost
         self._server.on_stream_refused = self._on_stream_refused
         await self._server.start(config.listen.host, config.listen.port)
         app = make_app(
@@ -266,9 +266,12 @@ class PrefillService:
             extra = {"peer": address, "code": closed.code, "num_more_like_it": num_held or None}
             log.warning("connection refused before its handshake was done: %s", closed.error, extra=extra)
 
-    def _on_fault(self, closed: Closed, peer: str) -> None:
-        self._prefill_metrics.link_faults.labels(closed.code).inc()
-        log.warning("link closed: %s", closed.error, extra={"peer": peer, "code": closed.code})
+    def _on_lost(self, closed: Closed, peer: str) -> None:
+        self._prefill_metrics.links_lost.labels(closed.code).inc()
+        if closed.is_fault:
+            self._prefill_metrics.link_faults.labels(closed.code).inc()
+        level = logging.WARNING if closed.is_fault else logging.INFO
+        log.log(level, "link closed: %s", closed.error, extra={"peer": peer, "code": closed.code})
 
     def _on_stream_refused(self, refused: StreamRefused, peer: str) -> None:
         """The network layer refused by itself what never reached the handler."""

@@ -56,8 +56,8 @@ class DialerOwner(Protocol):
     def dial_data(self, lost: int | None) -> None:
         """A data link opened or failed to open, or `lost` is the one that went."""
 
-    def dial_fault(self, code: str) -> None:
-        """A link that was open closed since the protocol was broken on it, or its bytes were damaged."""
+    def dial_lost(self, closed: Closed) -> None:
+        """A link that was open closed, and neither end had left."""
 
     def link_received(self, link: Link, event: Received) -> None: ...
 
@@ -245,9 +245,10 @@ class Dialer(LinkOwner):
         self.bytes_in += link.connection.bytes_in
         self.bytes_out += link.bytes_out
         is_known = link is self.control or self.data.get(link.index) is link
-        if closed.is_fault and is_known:
-            log.warning("link %d to %s:%d closed: %s", link.index, self.host, self.port, closed.error)
-            self.owner.dial_fault(closed.code)
+        if is_known and closed.code != "closing":
+            level = logging.WARNING if closed.is_fault else logging.INFO
+            log.log(level, "link %d to %s:%d closed: %s", link.index, self.host, self.port, closed.error)
+            self.owner.dial_lost(closed)
         if link is self.control:
             self.control = None
             self.owner.dial_down(Failure(closed.error, closed.code))

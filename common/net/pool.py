@@ -31,7 +31,7 @@ from common.net.remote import RemotePrefill
 from common.net.tls import CertificateFacts, TlsChannel
 from common.wire.buffers import BUFFERS
 from common.wire.codec import offered
-from common.wire.connection import FAULT_CODES, Received
+from common.wire.connection import FAULT_CODES, Closed, Received
 from common.wire.frames import Target
 from common.wire.framing import Unopened
 from common.wire.messages import Drain, HelloAck, Piece, Prefill, Status
@@ -76,8 +76,8 @@ class PeerClient:
         self.state: PeerState = "connecting"
         self.reason = "not connected yet"
         self.on_state: Callable[[PeerClient], None] | None = None
-        self.on_fault: Callable[[PeerClient, str], None] | None = None
-        """Told the code whenever a link closes since the protocol was broken or bytes were damaged on it."""
+        self.on_lost: Callable[[PeerClient, Closed], None] | None = None
+        """Told of every open link that closes without an end having left."""
         self.on_refused: Callable[[PeerClient, str], None] | None = None
         """Told the code whenever this end or the peer refuses the other for good reasons."""
         config = connection_config(local, options)
@@ -267,10 +267,10 @@ class PeerClient:
         # A stream that was lied to on the link that went has ended: tell whoever waits, and the peer.
         self._flush()
 
-    def dial_fault(self, code: str) -> None:
-        """A link that was open broke the protocol."""
-        if self.on_fault is not None:
-            self.on_fault(self, code)
+    def dial_lost(self, closed: Closed) -> None:
+        """A link that was open is gone."""
+        if self.on_lost is not None:
+            self.on_lost(self, closed)
 
     def link_received(self, link: Link, event: Received) -> None:
         """A complete frame. Raises RemoteProtocolError."""

@@ -58,8 +58,8 @@ class PrefillServer:
         """By codec: whether a segment is worth encoding; a codec without one always is."""
         self.on_refused: Callable[[Closed, str], None] | None = None
         """Told of every connection that ends before its handshake is done, with the address it came from."""
-        self.on_fault: Callable[[Closed, str], None] | None = None
-        """Told of every open link that closes since the protocol was broken on it, with the peer's name."""
+        self.on_lost: Callable[[Closed, str], None] | None = None
+        """Told of every open link that closes without an end having left, with the peer's name."""
         self.on_stream_refused: StreamRefusal | None = None
         """Told of every Prefill that the network layer refused by itself, with the peer's name."""
         self._config = connection_config(local, options)
@@ -198,8 +198,8 @@ class PrefillServer:
                 self.on_refused(closed, link.address)
             return
         peer.closed(link)
-        if closed.is_fault and self.on_fault is not None:
-            self.on_fault(closed, peer.name)
+        if closed.code != "closing" and self.on_lost is not None:
+            self.on_lost(closed, peer.name)
         if link is peer.control:
             peer.detach(closed.error, has_left=closed.is_remote and closed.code == "closing")
         else:

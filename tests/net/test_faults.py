@@ -455,8 +455,8 @@ async def test_flipped_header_byte_closes_the_link_and_the_transfer_goes_on(offs
     async with rigged(proxy=True) as rig:
         ours: list[str] = []
         theirs: list[tuple[str, str]] = []
-        rig.client.on_fault = lambda client, code: ours.append(code)
-        rig.server.on_fault = lambda closed, peer: theirs.append((closed.code, peer))
+        rig.client.on_lost = lambda client, closed: closed.is_fault and ours.append(closed.code)
+        rig.server.on_lost = lambda closed, peer: closed.is_fault and theirs.append((closed.code, peer))
         rig.proxy.flip_at = {1: rig.proxy.num_down[1] + offset}
         prefill, sink = rig.ask(BIG)
         await rig.finish(prefill, sink)

@@ -154,8 +154,8 @@ async def test_an_attack_costs_the_link_and_nothing_else(ends, attack, codec):
     async with rigged(proxy=True, **ends.both()) as rig:
         ours: list[str] = []
         theirs: list[str] = []
-        rig.client.on_fault = lambda client, code: ours.append(code)
-        rig.server.on_fault = lambda closed, peer: theirs.append(closed.code)
+        rig.client.on_lost = lambda client, closed: closed.is_fault and ours.append(closed.code)
+        rig.server.on_lost = lambda closed, peer: closed.is_fault and theirs.append(closed.code)
         frames = rig.proxy.mangle = Frames(1, attack(3, []))
         prefill, sink = rig.ask(BIG, codec=codec)
         await rig.finish(prefill, sink)
@@ -170,7 +170,7 @@ async def test_nothing_of_a_payload_is_in_the_sinks_memory_before_its_tag_was_ri
     both = ends.both(info=model_info(layout))
     async with rigged(layout, replace(ONE_LINK, max_segment_bytes=200_000), proxy=True, **both) as rig:
         faults = asyncio.Event()
-        rig.client.on_fault = lambda client, code: faults.set()
+        rig.client.on_lost = lambda client, closed: closed.is_fault and faults.set()
         attack = flip(1.0)(0, [])
         rig.proxy.mangle = Frames(1, lambda n, frame: attack(0, frame) if len(frame) > 50_000 else frame)
         prefill, sink = rig.ask(1)
@@ -184,7 +184,7 @@ async def test_nothing_of_a_payload_is_in_the_sinks_memory_before_its_tag_was_ri
 async def test_a_damaged_byte_within_tls_costs_the_session_and_no_stream(ends):
     async with rigged(proxy=True, **ends.both()) as rig:
         gate, ours = Gate(rig), []
-        rig.client.on_fault = lambda client, code: ours.append(code)
+        rig.client.on_lost = lambda client, closed: closed.is_fault and ours.append(closed.code)
         prefill, sink = rig.ask(BIG)
         await gate.reached.wait()
         while not prefill.progress.first_chunk_at:
@@ -233,7 +233,7 @@ async def test_pieces_leave_in_order_whichever_is_sealed_first(ends, codec, monk
     SlowPool(monkeypatch, lambda job: asyncio.sleep(rng.uniform(0, 0.02)))
     async with rigged(WIDE, replace(FAST, heartbeat_s=0.05), **ends.both()) as rig:
         faults: list[str] = []
-        rig.client.on_fault = lambda client, code: faults.append(code)
+        rig.client.on_lost = lambda client, closed: closed.is_fault and faults.append(closed.code)
         asked = [rig.ask(BIG, name=f"r{i}", codec=codec) for i in range(3)]
         await asyncio.gather(*(rig.finish(p, s) for p, s in asked))
         assert faults == [] and rig.client.status()["num_sessions"] == 1
@@ -338,7 +338,7 @@ async def test_a_link_whose_key_is_used_up_is_made_anew(ends, monkeypatch, data_
     async with rigged(WIDE, replace(FAST, data_links=data_links), **ends.both()) as rig:
         faults: list[str] = []
         lost: list[int] = []
-        rig.client.on_fault = lambda client, code: faults.append(code)
+        rig.client.on_lost = lambda client, closed: closed.is_fault and faults.append(closed.code)
         dial_data = rig.client.dial_data
         rig.client.dial_data = lambda link: (dial_data(link), lost.append(link) if link is not None else None)
         prefill, sink = rig.ask(12_000)
