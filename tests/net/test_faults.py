@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.transport.faultproxy import FaultProxy
 from common.errors import (
     LinkLost,
     PeerCancelled,
@@ -530,3 +531,32 @@ async def test_no_descriptors_left_is_not_the_peers_fault():
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         await rig.state("ready")
         assert rig.client.status()["is_local_error"] is False
+
+
+@on_uvloop
+@pytest.mark.parametrize("wait_s", [0.0, 0.4, 2.0])
+async def test_a_proxy_that_forgets_idle_flows_costs_one_reconnection(wait_s):
+    """Bytes vanish both ways and nobody is told: the request comes at once, or when heartbeats have noticed."""
+    rig = Rig()
+    rig.server = await rig.start_server()
+    proxy = FaultProxy(rig.server.port, seed=1)
+    rig.client = PeerClient("peer", "127.0.0.1", proxy.start(), local=end("decode", info=rig.info), options=FAST)
+    await rig.client.start()
+    try:
+        async with asyncio.timeout(5):
+            while rig.client.state != "ready":
+                await asyncio.sleep(0.01)
+        for _ in range(3):  # the control link and two data links
+            proxy.harm("drop")
+        await asyncio.sleep(wait_s)
+        async with asyncio.timeout(5):
+            while rig.client.state != "ready":
+                await asyncio.sleep(0.01)
+        prefill, sink = rig.ask(2000)
+        await rig.finish(prefill, sink, timeout=10)
+        assert rig.client.status()["num_sessions"] <= 2
+        assert proxy.counts["drop"] == 3
+    finally:
+        await rig.client.close()
+        await rig.server.close()
+        await asyncio.to_thread(proxy.stop)
