@@ -10,13 +10,14 @@ from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
 from common.daemon import Handler
-from common.errors import ControlError
+from common.errors import ControlError, PdError
 from common.release import version
 from common.request import RequestReport
 from common.wiring import security_status
 from decoded.active import ActiveRequest
 
 _MAX_THRESHOLD = 10**9
+LINK_BENCH_TIMEOUT_S = 60.0
 
 if TYPE_CHECKING:
     from decoded.service import DecodeService
@@ -74,15 +75,43 @@ def handlers(service: DecodeService) -> dict[str, Handler]:
     async def explain(params: dict[str, Any]) -> Any:
         return explain_facts(service, str(params.get("request_id", "")))
 
+    async def link_bench(params: dict[str, Any]) -> Any:
+        return await link_facts(service, params)
+
     return {
         "status": status,
         "peers": peers,
+        "link_bench": link_bench,
         "requests": requests,
         "version": version_facts,
         "drain": drain,
         "resume": resume,
         "threshold": threshold,
         "explain": explain,
+    }
+
+
+async def link_facts(service: DecodeService, params: dict[str, Any]) -> dict[str, Any]:
+    """What `decodectl link bench` shows. Raises ControlError."""
+    name, num_bytes = str(params.get("peer", "")), params.get("num_bytes")
+    client = service.dispatcher.client(name)
+    if client is None:
+        known = ", ".join(p.name for p in service.peers.clients()) or "none"
+        raise ControlError(f"there is no peer {name[:64]!r}; configured: {known}")
+    if not isinstance(num_bytes, int) or isinstance(num_bytes, bool):
+        raise ControlError(f"num_bytes {num_bytes!r:.40} is not a number of bytes")
+    try:
+        found = await client.measure(num_bytes, LINK_BENCH_TIMEOUT_S)
+    except PdError as e:
+        raise ControlError(f"the links to {name} could not be measured: {e}") from e
+    status = client.status()
+    return {
+        "peer": name,
+        "goodput_bps": round(found.goodput_bps),
+        "num_bytes": num_bytes,
+        "seconds": round(found.seconds, 4),
+        "num_data_links": status["num_data_links"],
+        "rtt_s": status["rtt_s"],
     }
 
 

@@ -25,7 +25,7 @@ from common.net.sealing import SealQueue
 from common.net.tcpinfo import tcp_info
 from common.net.tls import CertificateFacts, TlsChannel, is_tls, plain_peer
 from common.wire.connection import Closed, Connection, Opened, Received
-from common.wire.messages import HelloAck, Message
+from common.wire.messages import Filler, HelloAck, Message
 from common.wire.outgoing import OutPiece
 
 log = logging.getLogger(__name__)
@@ -273,6 +273,11 @@ class Link(asyncio.BufferedProtocol):
             self._is_holding = False
             if self._transport is not None and not self._transport.is_closing():
                 self._transport.resume_reading()
+
+    def send_filler(self, filler: Filler, payload: memoryview) -> None:
+        """Write bytes that mean nothing, by reference."""
+        self.connection.send(filler, 0, (payload,), len(payload))
+        self._write()
 
     def fail(self, error: PdError) -> None:
         """Close with an Error frame."""

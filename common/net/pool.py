@@ -17,6 +17,7 @@ from common.net.dialer import INCOMPATIBLE_CODES, MAX_AUTOMATIC_LINKS, Dialer, F
 from common.net.ends import connection_config
 from common.net.link import Link, now
 from common.net.linkview import delivery_bps, link_rows, security_facts
+from common.net.measure import Measurement, Measuring
 from common.net.options import (
     LinkOptions,
     LocalEnd,
@@ -34,7 +35,7 @@ from common.wire.codec import offered
 from common.wire.connection import FAULT_CODES, Closed, Received
 from common.wire.frames import Target
 from common.wire.framing import Unopened
-from common.wire.messages import Drain, HelloAck, Piece, Prefill, Status
+from common.wire.messages import Drain, Filler, HelloAck, Piece, Prefill, Status
 from common.wire.session import ClientSession, SegmentArrived, StreamEnded
 from common.wire.tokens import pack_tokens
 
@@ -87,6 +88,7 @@ class PeerClient:
         self._dialer.tls = self._make_tls()
         self._codecs = CodecPool(options.codec_threads, now)
         self._prefills: dict[int, RemotePrefill] = {}
+        self._measuring = Measuring()
         self._runner: asyncio.Task[None] | None = None
         self._lease: asyncio.TimerHandle | None = None
         self._load: dict[str, float] = {}
@@ -181,6 +183,24 @@ class PeerClient:
         self._flush()
         return prefill
 
+    async def measure(self, num_bytes: int, timeout_s: float) -> Measurement:
+        """What the data links carry now, beside whatever else they do.
+
+        Raises:
+            LinkLost: the peer is not ready, or the session was lost.
+            LocalProtocolError: a measurement is running, or so many bytes are not allowed.
+            TransferTimeout: the bytes did not come in time.
+        """
+        control = self._dialer.control
+        if control is None or self.state not in ("ready", "draining"):
+            raise LinkLost(f"peer {self.name} is {self.state}: {self.reason}")
+        control.send(self._measuring.ask(num_bytes, now()))
+        try:
+            return await self._measuring.wait(timeout_s)
+        finally:
+            if (control := self._dialer.control) is not None and control.is_open:
+                control.send(self._measuring.stop())
+
     def status(self) -> dict[str, object]:
         """What `peers` shows."""
         peer, control = self._session.peer, self._dialer.control
@@ -233,6 +253,7 @@ class PeerClient:
         self._last_error, self._last_error_at, self._is_local_error = str(failure.error), at, failure.is_local
         self._mismatch = _mismatch(failure.error)
         was_attached = self._session.is_attached
+        self._measuring.lost(str(failure.error))
         self._session.detach(at)
         if was_attached:
             self._lease = asyncio.get_running_loop().call_later(self._session.lease_s, self._expire)
@@ -280,6 +301,8 @@ class PeerClient:
                 self._open(link, event.stream_id, message, event.payload)
             elif isinstance(event.payload, Target):
                 self._session.piece_arrived(event.stream_id, message, event.payload, now())
+        elif isinstance(message, Filler):
+            self._measuring.arrived(message, now())
         elif isinstance(message, Drain):
             self._is_draining = message.is_draining
             self._update_state()

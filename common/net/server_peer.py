@@ -20,10 +20,11 @@ from common.net.codecs import CodecPool
 from common.net.governor import Governor
 from common.net.link import Link, now
 from common.net.linkview import delivery_bps, link_rows, security_facts
+from common.net.measure import FillerSource
 from common.net.options import PeerId, Trace
 from common.net.server_stream import ServerStream, StreamPort
 from common.wire.connection import Received
-from common.wire.messages import Drain, HelloAck, Status
+from common.wire.messages import Drain, HelloAck, Measure, Status
 from common.wire.outgoing import OutPiece, SendStream
 from common.wire.serving import ServerSession
 from common.wire.session import SegmentAcked, StreamEnded, StreamRefused, StreamRequested, StreamResumed
@@ -61,6 +62,7 @@ class ServerPeer:
         self.on_idle: Callable[[], None] | None = None
         self.on_refused: Callable[[StreamRefused, str], None] | None = None
         self._loop = asyncio.get_running_loop()
+        self._filler = FillerSource()
         self.bytes_in = self.bytes_out = 0
         self._attached_at, self._most_links, self._before = 0.0, 0, (0, 0)
         self._streams: dict[SendStream, tuple[ServerStream, asyncio.Task[None]]] = {}
@@ -97,6 +99,7 @@ class ServerPeer:
     def detach(self, error: PdError, *, has_left: bool = False) -> None:
         """The control link is lost; streams wait for the lease, unless the client said that it leaves."""
         control, self.control, self.session_key = self.control, None, None
+        self._filler = FillerSource()
         self.session.detach(now())
         if has_left:
             self.session.drop(LinkLost(f"the client left: {error}"))
@@ -136,7 +139,10 @@ class ServerPeer:
     def received(self, event: Received) -> None:
         """A frame of the control link. Raises RemoteProtocolError."""
         payload = event.payload if isinstance(event.payload, bytearray) else None
-        self.session.receive(event.stream_id, event.message, payload)
+        if isinstance(event.message, Measure):
+            self._filler.start(event.message)
+        else:
+            self.session.receive(event.stream_id, event.message, payload)
         self.flush()
 
     def set_draining(self, is_draining: bool) -> None:
@@ -178,16 +184,25 @@ class ServerPeer:
         links = [link for link in self.data.values() if link.is_writable and link.is_open]
         while links:
             for link in list(links):
-                piece = self.session.next_piece(link.index)
-                if piece is None:
+                if not self._send_next(link):
                     return
-                link.send_piece(piece)
-                if self.governor is not None and not link.is_loopback:
-                    self.governor.wake()
-                if (entry := self._streams.get(piece.stream)) is not None:
-                    entry[0].moved()
                 if not link.is_writable:
                     links.remove(link)
+
+    def _send_next(self, link: Link) -> bool:
+        """Give a link a piece, or filler where no stream has one. False: there is neither."""
+        piece = self.session.next_piece(link.index)
+        if piece is not None:
+            link.send_piece(piece)
+            if (entry := self._streams.get(piece.stream)) is not None:
+                entry[0].moved()
+        elif (filler := self._filler.take(self._piece_bytes())) is not None:
+            link.send_filler(*filler)
+        else:
+            return False
+        if self.governor is not None and not link.is_loopback:
+            self.governor.wake()
+        return True
 
     @property
     def links(self) -> list[Link]:

@@ -44,6 +44,7 @@ from common.wire.messages import (
     Auth,
     Drain,
     Error,
+    Filler,
     Hello,
     HelloAck,
     Message,
@@ -319,7 +320,11 @@ class Connection:
         if head.header_bytes > most:
             raise FrameTooLarge(f"{head.type.name}: header of {head.header_bytes} bytes exceeds {most}")
         ack = self.config.ack
-        most = {FrameType.PIECE: ack.max_piece_bytes, FrameType.PREFILL: 4 * ack.max_prompt_tokens}.get(head.type, 0)
+        most = {
+            FrameType.PIECE: ack.max_piece_bytes,
+            FrameType.FILLER: ack.max_piece_bytes,
+            FrameType.PREFILL: 4 * ack.max_prompt_tokens,
+        }.get(head.type, 0)
         if head.payload_bytes > most:
             raise FrameTooLarge(f"{head.type.name}: payload of {head.payload_bytes} bytes exceeds {most}")
 
@@ -327,6 +332,12 @@ class Connection:
         if isinstance(message, Piece):
             target = self.open_piece(head.stream_id, message, head.payload_bytes)
             self._target, self._unopened = self._framing.receive_into(head, target)
+        elif isinstance(message, Filler):
+            if head.payload_bytes != message.num_bytes:
+                raise BadMessage(f"FILLER.num_bytes is {message.num_bytes}, its payload has {head.payload_bytes} bytes")
+            nowhere = Target([], head.payload_bytes)
+            nowhere.discard()
+            self._target, self._unopened = self._framing.receive_into(head, nowhere)
         elif isinstance(message, Prefill):
             if head.payload_bytes != 4 * message.num_tokens:
                 raise BadMessage(f"PREFILL: {message.num_tokens} tokens in a payload of {head.payload_bytes} bytes")

@@ -51,6 +51,8 @@ class FrameType(IntEnum):
     CANCEL = 25
     RESUME = 26
     RESUMED = 27
+    MEASURE = 28
+    FILLER = 29
 
 
 class FrameHead(NamedTuple):
@@ -145,5 +147,5 @@ class Target:
         self.num_left -= num_bytes
 
 
-NOWHERE = memoryview(bytearray(1 << 16))
+NOWHERE = memoryview(bytearray(1 << 18))
 """Shared by all discarding targets of the process; nobody reads it."""

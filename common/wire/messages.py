@@ -32,6 +32,7 @@ from common.wire.frames import MAX_HEADER_BYTES, FrameHead, FrameType, checksum,
 
 _U31, _U62 = 2**31, 2**62
 MAX_SEGMENTS = 2**20
+MAX_MEASURE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,11 +266,29 @@ class Resumed(Message):
     type: ClassVar[FrameType] = FrameType.RESUMED
 
 
+@dataclass(frozen=True, slots=True)
+class Measure(Message):
+    """Send so many bytes of Filler over the data links, as fast as they go; 0: no more of an earlier one."""
+
+    type: ClassVar[FrameType] = FrameType.MEASURE
+    no: Annotated[int, uint(_U31)]
+    num_bytes: Annotated[int, uint(MAX_MEASURE_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class Filler(Message):
+    """A part of what Measure `no` asked for; the payload of `num_bytes` means nothing."""
+
+    type: ClassVar[FrameType] = FrameType.FILLER
+    no: Annotated[int, uint(_U31)]
+    num_bytes: Annotated[int, uint(_U31)]
+
+
 _CLASSES: dict[FrameType, type[Message]] = {
     c.type: c
     for c in (
         *(Hello, Auth, HelloAck, Ping, Pong, Error, Drain, Status, Prefill, Accepted, Refused, Started, Progress),
-        *(Piece, Complete, Ack, Credit, Cancel, Resume, Resumed),
+        *(Piece, Complete, Ack, Credit, Cancel, Resume, Resumed, Measure, Filler),
     )
 }
 
@@ -289,6 +308,8 @@ _ON_STREAM_0 = {
     FrameType.DRAIN,
     FrameType.STATUS,
     FrameType.RESUMED,
+    FrameType.MEASURE,
+    FrameType.FILLER,
 }
 
 

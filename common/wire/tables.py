@@ -111,12 +111,13 @@ CONTROL_OF_SERVER: dict[Conn, dict[F, Conn]] = {
         F.CANCEL: Conn.OPEN,
         F.RESUME: Conn.OPEN,
         F.RESUMED: Conn.OPEN,
+        F.MEASURE: Conn.OPEN,
     },
 }
 DATA_OF_CLIENT: dict[Conn, dict[F, Conn]] = {
     Conn.HELLO: {F.HELLO: Conn.AUTH, F.ERROR: Conn.CLOSED},
     Conn.AUTH: {F.AUTH: Conn.OPEN, F.ERROR: Conn.CLOSED},
-    Conn.OPEN: {F.PING: Conn.OPEN, F.PONG: Conn.OPEN, F.ERROR: Conn.OPEN, F.PIECE: Conn.OPEN},
+    Conn.OPEN: {F.PING: Conn.OPEN, F.PONG: Conn.OPEN, F.ERROR: Conn.OPEN, F.PIECE: Conn.OPEN, F.FILLER: Conn.OPEN},
 }
 DATA_OF_SERVER: dict[Conn, dict[F, Conn]] = {
     Conn.HELLO: {F.HELLO: Conn.AUTH, F.ERROR: Conn.CLOSED},

@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config,
         drain,
         explain,
+        link,
         peers,
         reload,
         requests,
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         wait,
     )
 
-    modules = (status, peers, requests, explain, threshold, codec, config, drain, resume, reload, wait, version)
+    modules = (status, peers, requests, explain, threshold, codec, link, config, drain, resume, reload, wait, version)
     text = "Talk to a running decoded over its control socket."
     return run_ctl("decodectl", "decoded", text, [m.VERB for m in modules], argv)
 

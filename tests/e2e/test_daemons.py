@@ -385,3 +385,19 @@ def test_fake_peer_runs_either_daemon_alone(tmp_path, name):
             assert info["timing"]["transfer_s"] > 0.5 * info["wire_bytes"] * 8 / 200e6
         else:
             eventually(lambda: "fake request done" in daemon.log_tail(100), 30)
+
+
+def test_link_bench_measures_the_links_to_a_peer(cluster):
+    ctl = cluster.decoded.ctl
+    found = ctl("link", "bench", "prefilld0", "--bytes", "8MiB")
+    assert found["peer"] == "prefilld0"
+    assert found["goodput_bps"] > 1e6
+    assert found["num_data_links"] == 1
+    refused = {
+        ("prefilld9",): "there is no peer 'prefilld9'; configured: prefilld0",
+        ("prefilld0", "--bytes", "2GiB"): "2147483648 bytes cannot be measured, 1 to 1073741824",
+    }
+    for wrong, text in refused.items():
+        with pytest.raises(subprocess.CalledProcessError) as e:
+            ctl("link", "bench", *wrong)
+        assert text in e.value.stderr.decode()

@@ -24,8 +24,10 @@ from common.wire.messages import (
     Credit,
     Drain,
     Error,
+    Filler,
     Hello,
     HelloAck,
+    Measure,
     Piece,
     Ping,
     Pong,
@@ -76,6 +78,8 @@ SAMPLES = {
     "Cancel": (Cancel("cancelled", "bye"), 1, b""),
     "Resume": (Resume("r1", B16, PREFILL.token_hash, (0, 2), 1 << 21), 1, b""),
     "Resumed": (Resumed(), 0, b""),
+    "Measure": (Measure(3, 1 << 20), 0, b""),
+    "Filler": (Filler(3, 4), 0, bytes(4)),
 }  # fmt: skip
 TO_CLIENT, TO_SERVER = (direction_key(B32, B16, 1, sender, B32, B32[::-1]) for sender in ("prefill", "decode"))
 
