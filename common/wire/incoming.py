@@ -125,7 +125,8 @@ class ReceiveStream:
             BadMessage: any field that lies; nothing was reserved for it.
         """
         self._step(FrameType.PIECE)
-        if self.is_over or self.attach is Attach.DETACHED:
+        # IDLE: of the links that went with the control link, and were not closed yet.
+        if self.is_over or self.phase is Phase.IDLE or self.attach is Attach.DETACHED:
             return discarding(num_bytes)
         segment = self._segments.get(piece.no)
         head = replace(piece, offset=0)

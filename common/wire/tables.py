@@ -136,7 +136,13 @@ _LATE_FOR_SERVER = (F.ACK, Do.FINAL_ACK, F.CREDIT, F.CANCEL)
 _LATE_LOCALLY = (Do.FAIL, Do.CANCEL, Do.DETACH)
 
 CLIENT_STREAM: dict[Phase, dict[Input, Phase]] = {
-    Phase.IDLE: {Do.REQUEST: Phase.REQUESTED, Do.FAIL: Phase.FAILED, Do.CANCEL: Phase.CANCELLED, Do.DETACH: Phase.IDLE},
+    Phase.IDLE: {
+        F.PIECE: Phase.IDLE,
+        Do.REQUEST: Phase.REQUESTED,
+        Do.FAIL: Phase.FAILED,
+        Do.CANCEL: Phase.CANCELLED,
+        Do.DETACH: Phase.IDLE,
+    },
     Phase.REQUESTED: {
         F.ACCEPTED: Phase.ACCEPTED,
         F.REFUSED: Phase.FAILED,

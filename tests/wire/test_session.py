@@ -252,6 +252,30 @@ def test_accepted_that_was_lost_starts_over():
     assert stream.phase is Phase.DONE and sink.equals(source, 0, N)
 
 
+def test_state_that_comes_when_the_control_link_is_lost_already_is_thrown_away():
+    """Data links are closed a moment after their control link; what they still bring breaks no rule."""
+    ends = Ends()
+    source, sink = Sink(LAYOUT, N).filled(), Sink(LAYOUT, N)
+    stream = ends.request(N, 0, sink)
+    ends.talk()
+    first = ends.server.streams[1]
+    first.accept(b"h" * 16, 0, 0.0)
+    first.start(0.0)
+    ends.queue(first, source, cut(LAYOUT, 0, N, 16)[:3])
+    late = pieces(ends)
+    ends.detach()
+    for piece in late:
+        ends.carry(piece)
+    assert stream.phase is Phase.IDLE and stream.error is None and stream.wire_bytes == 0
+    ends.attach()
+    served = ends.accepted(stream)
+    ends.queue(served, source, cut(LAYOUT, 0, N, 16))
+    served.complete(N, 0.0)
+    ends.server.settle(served)
+    ends.run(sink)
+    assert stream.phase is Phase.DONE and sink.equals(source, 0, N)
+
+
 def resume_of(ends: Ends) -> tuple[int, Resume]:
     out = next(o for o in ends.client.take_outbox() if isinstance(o.message, Resume))
     return out.stream_id, out.message
