@@ -107,13 +107,15 @@ def record_transfer(report: RequestReport, transfer: TransferReport, sent_at: fl
     """Fill the remote parts of the timing.
 
     The peer's durations start at Accepted, whose arrival is the one instant both clocks share up to a one-way delay, so
-    the parts join without a gap: sent .. accepted + queue | prefill | what was left of the transfer.
+    the parts join without a gap: sent .. accepted + queue | prefill | what was left of the transfer. Where Accepted was
+    held up and the state was not, the queue is what the prefill leaves of the time until the last byte.
     """
-    timing = report.timing
-    computed_at = transfer.accepted_at + transfer.remote_queue_s + transfer.prefill_s
-    timing.remote_queue_s += transfer.accepted_at - sent_at + transfer.remote_queue_s
-    timing.prefill_s += transfer.prefill_s
-    timing.transfer_s += max(0.0, transfer.last_byte_at - computed_at)
+    timing, total_s = report.timing, transfer.last_byte_at - sent_at
+    prefill_s = min(transfer.prefill_s, total_s)
+    queue_s = min(transfer.accepted_at - sent_at + transfer.remote_queue_s, total_s - prefill_s)
+    timing.remote_queue_s += queue_s
+    timing.prefill_s += prefill_s
+    timing.transfer_s += total_s - prefill_s - queue_s
     report.wire_bytes += transfer.wire_bytes
     report.raw_bytes += transfer.raw_bytes
     report.codec = transfer.codec
