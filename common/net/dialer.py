@@ -182,18 +182,22 @@ class Dialer(LinkOwner):
         link = Link(self, make, tls=self.tls if index == 0 else None)
         link.on_lost = lost.set
         opened = self._opening[link] = loop.create_future()
+        is_handed_on = False
         try:
             async with asyncio.timeout(self.options.connect_timeout_s):
                 await loop.create_connection(lambda: link, self.host, self.port)
                 await opened
-                return link
+            is_handed_on = True
+            return link
         except TimeoutError:
             limit = self.options.connect_timeout_s
             raise LinkLost(f"{self.host}:{self.port} did not answer within {limit:g} s") from None
         finally:
             del self._opening[link]
             # Reading the exception also tells asyncio that it was not lost when this task was cancelled meanwhile.
-            if opened.cancel() or opened.cancelled() or opened.exception() is not None:
+            if not opened.cancel() and not opened.cancelled():
+                opened.exception()
+            if not is_handed_on:
                 link.abort()
 
     def _os_failure(self, error: OSError) -> Failure:
