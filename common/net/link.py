@@ -317,6 +317,8 @@ class Link(asyncio.BufferedProtocol):
         elif isinstance(event, Opened):
             self.owner.link_opened(self, event.peer)
         elif not self._is_told:
+            # The Error frame that says why belongs to the bytes that the owner counts now.
+            self._write()
             self._is_told = True
             self.owner.link_closed(self, event)
 
