@@ -65,7 +65,8 @@ class PrefillServer:
         self._config = connection_config(local, options)
         self._codecs = CodecPool(options.codec_threads, now)
         self._server: asyncio.Server | None = None
-        self._early: set[Link] = set()
+        # In order of arrival, as a set is not: a simulated run must repeat.
+        self._early: dict[Link, None] = {}
         self._peers: dict[str, ServerPeer] = {}
         self._links: dict[Link, ServerPeer] = {}
         self._forgotten = (0, 0)
@@ -166,7 +167,7 @@ class PrefillServer:
 
     def link_opened(self, link: Link, peer: HelloAck | None) -> None:
         """A handshake is done."""
-        self._early.discard(link)
+        self._early.pop(link, None)
         if peer is None:
             found = self._by_session(link.connection.session)
             if found is None:
@@ -191,7 +192,7 @@ class PrefillServer:
     def link_closed(self, link: Link, closed: Closed) -> None:
         """A link is gone."""
         is_early = link in self._early
-        self._early.discard(link)
+        self._early.pop(link, None)
         peer = self._links.pop(link, None)
         if peer is None:
             if is_early and self.on_refused is not None:
@@ -218,7 +219,7 @@ class PrefillServer:
         end = self.local.security.tls
         make_tls = None if end is None else lambda: TlsChannel(end, None)
         link = Link(self, self._make, tls=make_tls, is_tls_optional=True, codecs=self._codecs)
-        self._early.add(link)
+        self._early[link] = None
         return link
 
     def _make(self, link: Link, now: float) -> Connection:
@@ -273,6 +274,7 @@ class PrefillServer:
         for instance, peer in list(self._peers.items()):
             if peer.is_idle:
                 del self._peers[instance]
+                peer.forget()
                 num_in, num_out = peer.traffic
                 self._forgotten = (self._forgotten[0] + num_in, self._forgotten[1] + num_out)
 

@@ -204,6 +204,11 @@ class ServerPeer:
             self.governor.wake()
         return True
 
+    def forget(self) -> None:
+        """The server keeps it no longer: nothing of it may wait."""
+        if self._lease is not None:
+            self._lease.cancel()
+
     @property
     def links(self) -> list[Link]:
         """All open links, the control link first."""
