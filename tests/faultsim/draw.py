@@ -1,0 +1,138 @@
+"""What one seed is made of: how the daemons are configured, what lies between them, what is asked, what goes wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from common.net.options import LinkOptions
+from tests.faultsim import engine
+from tests.faultsim.faults import Fault, draw_faults
+from tests.faultsim.nodes import Plan
+from tests.faultsim.transport import Way
+from tests.faultsim.users import Want
+
+
+@dataclass
+class Script:
+    """A whole run. Drawn from a seed, or written by a test. `ways`: one for each pair of a decoded and a prefilld."""
+
+    plan: Plan
+    num_prefillds: int = 1
+    num_decodeds: int = 1
+    ways: Sequence[Way] = (Way(),)
+    wants: list[Want] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    is_uvloop: bool = True
+    executor_s: float = 0.0
+    """How long another thread takes at most to begin or to end a piece of work."""
+    inline_bytes: int | None = None
+    """Segments above are encoded and verified by other threads; None: what the product says."""
+
+
+def draw(seed: int) -> Script:
+    """The script of a seed."""
+    rng = random.Random(seed)
+    plan = _plan(rng)
+    num_prefillds = 2 if rng.random() < 0.2 else 1
+    num_decodeds = 2 if rng.random() < 0.1 else 1
+    is_storm = rng.random() < 0.025
+    num_faults = rng.randrange(5, 10) if is_storm else rng.choice((0, 1, 1, 2, 2, 3, 4))
+    num_wants = rng.randrange(4, 7) if is_storm else rng.choice((1, 1, 2, 2, 3))
+    return Script(
+        plan=plan,
+        num_prefillds=num_prefillds,
+        num_decodeds=num_decodeds,
+        ways=[_way(rng) for _ in range(num_prefillds * num_decodeds)],
+        wants=[_want(rng, n, plan, num_decodeds, num_prefillds) for n in range(num_wants)],
+        faults=draw_faults(rng, num_faults, plan.options.lease_s),
+        is_uvloop=rng.random() < 0.7,
+        executor_s=rng.choice((0.0, 0.002, 0.05)),
+        inline_bytes=rng.choice((None, None, 0)),
+    )
+
+
+def _want(rng: random.Random, number: int, plan: Plan, num_decodeds: int, num_prefillds: int) -> Want:
+    num_tokens = rng.choice((1, 5, 30, 60, 100, 150))
+    is_bare = rng.random() < 0.6
+    start = rng.choice((0, 0, 0, num_tokens // 2, num_tokens // 2, num_tokens - 1)) if is_bare else 0
+    if is_bare and rng.random() < 0.02:
+        start = num_tokens  # nothing to compute
+    return Want(
+        f"r{number}",
+        "bare" if is_bare else "whole",
+        decoded=rng.randrange(num_decodeds),
+        peer=rng.randrange(num_prefillds),
+        after_s=rng.choice((0.0, 0.0, 0.3, 1.5)) * rng.random(),
+        num_tokens=num_tokens,
+        start=start,
+        deadline_s=rng.choice((0.1, 0.6, 3.0, 20.0)) if rng.random() < 0.3 else None,
+        cancel_s=rng.choice((0.0, 0.05, 0.3, 1.0)) * rng.random() if rng.random() < 0.15 else None,
+        num_output=rng.choice((1, 1, 1, 4)),
+        codec="zstd" if plan.model.is_plain else rng.choice(("raw", "zstd")),
+    )
+
+
+def _plan(rng: random.Random) -> Plan:
+    heartbeat_s = rng.choice((0.5, 1.0, 1.0, 2.0))
+    options = LinkOptions(
+        data_links=rng.choice((1, 1, 1, 2, 2, 3)),
+        heartbeat_s=heartbeat_s,
+        lease_s=heartbeat_s * rng.choice((1.5, 6, 8)),
+        piece_bytes=rng.choice((4096, 4096, 8192)),
+        max_segment_bytes=rng.choice((4096, 8192, 32768)),
+        credit_bytes=rng.choice((4096, 12000, 1 << 20)),
+        connect_timeout_s=rng.choice((2.5, 5.0)),
+        gone_after_s=rng.choice((0.3, 2.0)),
+        codec="zstd",
+        reconnect_min_s=0.05,
+        reconnect_max_s=1.0,
+        max_streams=rng.choice((2, 64, 64, 64)),
+    )
+    # The ends are configured apart; both keep to the smaller limit, and to the longer patience.
+    server_options = replace(
+        options,
+        heartbeat_s=rng.choice((heartbeat_s, 1.0)),
+        lease_s=rng.choice((options.lease_s, 12.0)),
+        piece_bytes=rng.choice((4096, 8192)),
+        max_segment_bytes=rng.choice((options.max_segment_bytes, 8192)),
+    )
+    return Plan(
+        options=options,
+        server_options=server_options,
+        model=_model(rng),
+        prefill_tokens_per_s=rng.choice((200.0, 1000.0, 20000.0)),
+        max_staged_bytes=rng.choice((4096, 20000, 1 << 20)),
+        progress_timeout_s=rng.choice((2.0, 8.0, 8.0)),
+        max_running=rng.choice((1, 4)),
+        max_queued=rng.choice((0, 4, 4)),
+        fallback_tokens_per_s=rng.choice((0.0, 50.0, 2000.0)),
+        max_attempts=rng.choice((1, 2)),
+        max_admitted=rng.choice((1, 8)),
+        is_traced=rng.random() < 0.03,
+    )
+
+
+def _model(rng: random.Random) -> engine.Model:
+    return engine.Model(
+        num_layers=rng.choice((1, 2, 3)),
+        window_layers=rng.choice((0, 0, 1)),
+        head_dim=rng.choice((8, 32)),
+        kv_dtype=rng.choice(("float32", "bfloat16")),
+        is_plain=rng.random() < 0.4,
+        chunk_tokens=rng.choice((16, 32, 64)),
+    )
+
+
+def _way(rng: random.Random) -> Way:
+    latency_s = rng.choice((0.0002, 0.005, 0.03, 0.08))
+    return Way(
+        latency_s=latency_s,
+        jitter_s=latency_s * rng.choice((0.0, 0.3, 2.0)),
+        rate=rng.choice((30e3, 300e3, 1e8)),
+        capacity=rng.choice((3000, 16384, 1 << 17)),
+        burst=rng.choice((1400, 9000, 1 << 16)),
+        split=rng.choice((0.0, 0.1, 0.4)),
+        high_water=rng.choice((2048, 16384, 1 << 20)),
+    )

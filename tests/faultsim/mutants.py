@@ -1,0 +1,200 @@
+"""Parts of the product broken on purpose: the simulation must find each of them, or it tests nothing.
+
+A mutant replaces one function while it is in force. Each is a mistake that somebody could make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from common.errors import ChecksumMismatch
+from common.net import dialer, link, pool, remote, server_peer
+from common.net.codecs import CodecPool
+from common.wire import connection, credit, incoming, outgoing, serving, session
+from common.wire.tables import Phase
+from decoded import active
+from prefilld import stream
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In place of what is forgotten."""
+
+
+async def _verify_nothing(
+    self: CodecPool, codec: str, digest: bytes, views: Any, sink_views: Callable[[], Any], runs: Any
+) -> None:
+    def work(c: Any) -> None:
+        if codec != "raw":
+            c.decode(views[0], sink_views(), runs)
+
+    await self._run(codec, sum(n for n, _ in runs), work)
+
+
+async def _land_before_verifying(self: remote.RemotePrefill, segment: Any) -> None:
+    stream_, head = self._stream, segment.head
+    if not stream_.wants(segment):
+        return
+    views = segment.views
+    self._sink.landed(head.start, head.stop, head.layers)
+    self._session.segment_landed(stream_, segment, remote.now())
+    self.flush()
+    runs = remote.element_runs(stream_.layout, head.start, head.stop, head.layers)
+    try:
+        into = self._sink.buffers(head.start, head.stop, head.layers)
+        await self._codecs.verify(head.codec, head.digest, views, lambda: into, runs)
+    except ChecksumMismatch as e:
+        self._session.fail(stream_, remote.TransferIncomplete(str(e)))
+    self.flush()
+
+
+def _finish_at_complete(self: incoming.ReceiveStream, now: float) -> None:
+    if self._complete is not None and not self.is_over:
+        self._step(incoming.Do.VERIFIED)
+        self.marks.verified_at = now
+        self._close(None)
+
+
+def _same_handle(self: outgoing.SendStream, resume: Any, handle: bytes) -> Any:
+    return _REAL_ON_RESUME(self, resume, self.handle)
+
+
+def _resend_nothing(self: outgoing.SendStream) -> None:
+    self._pending.clear()
+
+
+def _retry_same_peer_as_dead(self: dialer.Dialer, error: OSError) -> dialer.Failure:
+    failure = _REAL_OS_FAILURE(self, error)
+    return dialer.Failure(failure.error, failure.code, is_local=failure.is_local, is_refused=True)
+
+
+def _ignore_instance(self: session.ClientSession, peer: Any, now: float) -> None:
+    if self.peer is not None:
+        self.peer = peer
+    _REAL_ATTACH(self, peer, now)
+
+
+def _no_more_credit(self: credit.CreditPool, stream_id: int, num_bytes: int) -> int:
+    if stream_id in self._limits:
+        self._landed[stream_id] += num_bytes
+    return self._limits.get(stream_id, 0)
+
+
+def _send_beyond_credit(self: outgoing.SendStream, link_no: int) -> Any:
+    limit, self.limit = self.limit, 1 << 60
+    try:
+        return _REAL_NEXT_PIECE(self, link_no)
+    finally:
+        self.limit = limit
+
+
+def _pump_whatever_is_full(self: server_peer.ServerPeer) -> None:
+    links = [a_link for a_link in self.data.values() if a_link.is_open]
+    while links:
+        for a_link in links:
+            piece = self.session.next_piece(a_link.index)
+            if piece is None:
+                return
+            a_link.send_piece(piece)
+
+
+def _never_silent(self: connection.Connection) -> float:
+    return 1e9
+
+
+def _keep_slot(self: stream.StreamHandler, record: Any) -> None:
+    self.active.pop(record.key, None)
+    if not self.active:
+        self._idle.set()
+
+
+def _leave_socket(self: link.Link) -> None:
+    self._transport = None
+
+
+def _stop_reading_only(self: link.Link) -> None:
+    out = self.connection.data_to_send()
+    if self._transport is not None and not self._transport.is_closing():
+        for data in out:
+            self.bytes_out += len(data)
+            self._transport.write(data)
+
+
+def _two_outcomes(self: Any, outcome: str) -> None:
+    self._is_closed = False
+    _REAL_CLOSE(self, outcome)
+
+
+def _use_prefix_of_all(self: incoming.ReceiveStream) -> int:
+    if self.phase is Phase.DONE:
+        return self.prefill.num_tokens
+    return self._coverage.prefix(s.head for s in self._segments.values())
+
+
+def _keep_flying(self: incoming.ReceiveStream, number: int | None) -> None:
+    for segment in self._segments.values():
+        for index, target in list(segment.flying.items()):
+            if number is None or target.context.link == number:
+                segment.have[index] = 1
+                del segment.flying[index]
+
+
+def _no_early_discard(self: incoming.ReceiveStream) -> list[Any]:
+    whole, self._whole = self._whole, []
+    return whole
+
+
+def _forget_asked_again(self: session.ClientSession, now: float) -> None:
+    if self.is_attached:
+        self.is_attached, self.detached_at = False, now
+    self._outbox.clear()
+
+
+_REAL_ON_RESUME = outgoing.SendStream.on_resume
+_REAL_OS_FAILURE = dialer.Dialer._os_failure
+_REAL_ATTACH = session.ClientSession.attach
+_REAL_NEXT_PIECE = outgoing.SendStream.next_piece
+
+_REAL_CLOSE = active.ActiveRequest._close
+
+MUTANTS: dict[str, tuple[Any, str, Any]] = {
+    "skip the digest check": (CodecPool, "verify", _verify_nothing),
+    "acknowledge before verifying": (remote.RemotePrefill, "_land", _land_before_verifying),
+    "done at Complete, whatever is missing": (incoming.ReceiveStream, "_try_finish", _finish_at_complete),
+    "forget what a lost link carried": (outgoing.SendStream, "link_lost", _nothing),
+    "use a handle again": (outgoing.SendStream, "on_resume", _same_handle),
+    "resend nothing after Resume": (outgoing.SendStream, "_requeue", _resend_nothing),
+    "detached streams live for ever at prefilld": (serving.ServerSession, "expire", _nothing),
+    "detached streams live for ever at decoded": (session.ClientSession, "expire", _nothing),
+    "no descriptors here means nobody there": (dialer.Dialer, "_os_failure", _retry_same_peer_as_dead),
+    "another instance is taken for the same": (session.ClientSession, "attach", _ignore_instance),
+    "credit is never given again": (credit.CreditPool, "landed", _no_more_credit),
+    "send beyond the credit": (outgoing.SendStream, "next_piece", _send_beyond_credit),
+    "write to full links": (server_peer.ServerPeer, "pump", _pump_whatever_is_full),
+    "silence is never noticed": (connection.Connection, "_silence_s", _never_silent),
+    "a slot is never given back": (stream.StreamHandler, "_release", _keep_slot),
+    "aborted links keep their socket": (link.Link, "abort", _leave_socket),
+    "failed links keep their socket": (link.Link, "_write", _stop_reading_only),
+    "the deadline is not kept": (remote.RemotePrefill, "start_deadline", _nothing),
+    "unverified rows count as verified": (incoming.ReceiveStream, "verified_prefix", _use_prefix_of_all),
+    "half a piece counts as whole": (incoming.ReceiveStream, "link_lost", _keep_flying),
+    "segments are taken before Accepted": (incoming.ReceiveStream, "take_whole", _no_early_discard),
+    "streams are not detached": (session.ClientSession, "detach", _forget_asked_again),
+    "an outcome is counted again": (active.ActiveRequest, "_close", _two_outcomes),
+    "prompts are not hashed": (serving, "token_hash", lambda prefill, tokens: prefill.token_hash),
+    "a prefilld that closes keeps its streams": (server_peer.ServerPeer, "drop", _nothing),
+    "the lease goes on after the session is back": (pool.PeerClient, "_cancel_lease", _nothing),
+}
+
+
+@contextmanager
+def broken(name: str) -> Iterator[None]:
+    """The product with this mutant in it."""
+    owner, attribute, replacement = MUTANTS[name]
+    real = owner.__dict__[attribute]
+    setattr(owner, attribute, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, real)
