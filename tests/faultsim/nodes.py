@@ -13,10 +13,11 @@ from functools import cache
 from typing import Any
 
 from common.local_backend import LocalBackend
-from common.net.options import LinkOptions, LocalEnd, Trace
+from common.net.options import LinkOptions, LocalEnd, Security, Trace
 from common.net.pool import PeerClient
 from common.net.server import PrefillServer
 from common.policy.admission import AdmissionController, AdmissionLimits
+from common.policy.egress import Egress, EgressLimits
 from common.policy.fallback import FallbackBudget
 from decoded.config import DecodeConfig, PeerConfig
 from decoded.dispatch import Dispatcher, DispatchSettings
@@ -137,7 +138,7 @@ class Node:
 
     def end(self) -> LocalEnd:
         """Our side of every session: each incarnation has an instance id of its own."""
-        return LocalEnd(self.role, self.name, self.process.name, self.backend.info, KEY)  # type: ignore[arg-type]
+        return LocalEnd(self.role, self.name, self.process.name, self.backend.info, Security("key", (KEY,)))  # type: ignore[arg-type]
 
     @property
     def num_sequences(self) -> int:
@@ -175,7 +176,10 @@ class Prefilld(Node):
             max_prompt_tokens=0,
             progress_timeout_s=plan.progress_timeout_s,
         )
-        self.server = PrefillServer(self.end(), plan.server_options, self.handler, load=self._load, trace=self._trace())
+        egress = Egress(EgressLimits())
+        self.server = PrefillServer(
+            self.end(), plan.server_options, self.handler, load=self._load, egress=egress, trace=self._trace()
+        )
         self.server.on_stream_refused = lambda event, peer: world.count(f"path: refused {event.error.wire_code}")
         await self.server.start(self.host, PORT)
         self.is_serving = True

@@ -276,7 +276,7 @@ def under(world: World, *, inline_bytes: int | None) -> Iterator[Watch]:
             *_wrappers(watch),
         ]
         if inline_bytes is not None:
-            replaced += [(codecs, "_INLINE_BYTES", inline_bytes), (codecs, "_INLINE_RAW_BYTES", inline_bytes)]
+            replaced += [(codecs, "INLINE_BYTES", inline_bytes), (codecs, "_INLINE_HASH_BYTES", inline_bytes)]
         for owner, name, value in replaced:
             stack.callback(setattr, owner, name, owner.__dict__[name])
             setattr(owner, name, value)

@@ -52,6 +52,8 @@ class SimSocket:
 
     def getsockopt(self, level: int, option: int, size: int = 0) -> Any:
         out, way = self._transport.out, self._transport.way
+        if level == socket.IPPROTO_TCP and option == getattr(socket, "TCP_CONGESTION", 13):
+            return b"simulated"
         if level != socket.IPPROTO_TCP or option != getattr(socket, "TCP_INFO", 11):
             return way.capacity
         info = bytearray(232)
