@@ -17,11 +17,14 @@ import pytest
 from common.net.options import LinkOptions
 from common.net.server import ServerStream
 from tests.net import independent_client
-from tests.net.independent_client import COMPLETE, PIECE, PROGRESS, Client, needed
+from tests.net.independent_client import COMPLETE, PIECE, PROGRESS, Client, Link, needed
 from tests.net.rig import FAST, KEY, WIDE, Proxy, Rig, both_loops, end, on_uvloop
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
 LAYOUT = [(s.kind, s.window, [math.prod(t.shape) * WIDTHS[t.dtype] for t in s.tensors]) for s in WIDE.states]
+# Where in the msgpack headers of that server: the last byte of num_tokens, and one of the digest of Progress(256, ..).
+COMPLETE_TOKENS = len(b"\x86\xaanum_tokens\xcd\x0b")
+PROGRESS_DIGEST = len(b"\x83\xacnum_computed\xcd\x01\x00\xacnum_segments\x01\xa6digest\xc4\x10")
 
 
 @contextlib.asynccontextmanager
@@ -48,25 +51,24 @@ async def fetch(port: int, *requests: tuple, key: bytes | None = KEY) -> list:
 
 
 class Forger:
-    """Changes one bit in the first whole frame of a type on its way down: `at` is where in the msgpack header."""
+    """Changes one bit of the first frame of a type on its way down: `at` counts from its msgpack header on."""
 
-    def __init__(self, kind: int, at: int, *, is_sealed: bool) -> None:
-        self.start, self.at, self.is_sealed, self.is_done = b"PF\x03" + bytes([kind]), at, is_sealed, False
+    def __init__(self, kind: int, at: int, *, link: int = 0, is_sealed: bool = False) -> None:
+        self.start, self.at, self.link, self.is_sealed = b"PF\x03" + bytes([kind]), at, link, is_sealed
+        self.is_done = False
 
     def __call__(self, index: int, data: bytes) -> bytes:
         begin = data.find(self.start)
-        if self.is_done or begin < 0:
-            return data
-        (length,) = struct.unpack_from(">H", data, begin + 6)
-        head, header = bytearray(data[begin : begin + 24]), bytearray(data[begin + 24 : begin + 24 + length])
-        if len(header) < length:
+        if self.is_done or begin < 0 or index != self.link or begin + 24 + self.at >= len(data):
             return data
         self.is_done = True
-        header[self.at] ^= 1
+        out = bytearray(data)
+        out[begin + 24 + self.at] ^= 1
         if self.is_sealed:  # by somebody who knows checksums
-            struct.pack_into(">I", head, 16, zlib.crc32(header))
-            struct.pack_into(">I", head, 20, zlib.crc32(head[:20]))
-        return data[:begin] + head + header + data[begin + 24 + length :]
+            (length,) = struct.unpack_from(">H", data, begin + 6)
+            struct.pack_into(">I", out, begin + 16, zlib.crc32(out[begin + 24 : begin + 24 + length]))
+            struct.pack_into(">I", out, begin + 20, zlib.crc32(out[begin : begin + 20]))
+        return bytes(out)
 
 
 def test_nothing_of_the_product_is_imported():
@@ -116,36 +118,41 @@ async def test_pings_are_answered_while_a_stream_waits():
 @on_uvloop
 async def test_a_flipped_byte_of_a_piece_is_noticed(link, codec):
     async with served() as (_rig, proxy):
-        proxy.flip_at[link] = 20_000  # in the payload of its first piece
+        proxy.mangle = forger = Forger(PIECE, 300, link=link)  # in the payload: the header has about 130 bytes
         with pytest.raises(ValueError, match="digest of segment"):
             await fetch(proxy.port, ("r", range(3000), 0, [codec]))
-        assert not proxy.flip_at
+        assert forger.is_done
 
 
 @pytest.mark.parametrize(
-    ("kind", "at", "is_sealed", "message"),
+    ("forger", "message"),
     [
-        (PIECE, 5, False, "header check"),
-        (PROGRESS, -1, True, "running digest"),
-        (COMPLETE, 14, True, "3001.*not.*3000"),  # num_tokens
+        (Forger(PIECE, 5, link=1), "header check"),
+        (Forger(PROGRESS, PROGRESS_DIGEST, is_sealed=True), "running digest"),
+        (Forger(COMPLETE, COMPLETE_TOKENS, is_sealed=True), "3001.*not.*3000"),
     ],
 )
 @on_uvloop
-async def test_a_changed_frame_is_noticed(kind, at, is_sealed, message):
+async def test_a_changed_frame_is_noticed(forger, message):
     async with served() as (_rig, proxy):
-        proxy.mangle = forger = Forger(kind, at, is_sealed=is_sealed)
+        proxy.mangle = forger
         with pytest.raises(ValueError, match=message):
             await fetch(proxy.port, ("r", range(3000)))
         assert forger.is_done
 
 
 @on_uvloop
-async def test_a_flipped_token_is_refused():
-    async with served() as (rig, proxy):
-        proxy.flip_last_up = 1000
+async def test_a_flipped_token_is_refused(monkeypatch):
+    send = Link.send
+
+    def damaged(self: Link, kind: int, stream: int = 0, payload: bytes = b"", **fields: object) -> bytes:
+        return send(self, kind, stream, payload and bytes([payload[0] ^ 1]) + payload[1:], **fields)
+
+    monkeypatch.setattr(Link, "send", damaged)
+    async with served() as (rig, _):
         with pytest.raises(ValueError, match=r"type 18:.*damaged"):
-            await fetch(proxy.port, ("r", range(3000)))
-        assert not proxy.flip_last_up and not rig.streams
+            await fetch(rig.server.port, ("r", range(3000)))
+        assert not rig.streams
 
 
 @on_uvloop

@@ -10,6 +10,7 @@ import msgpack
 import pytest
 
 from common.errors import BadMessage, FrameTooLarge
+from common.layout import StateLayout, StateSpec, TensorSpec
 from common.wire.auth import key_id, link_mac, session_key
 from common.wire.codec import Codec, TensorRun
 from common.wire.digest import extend, seal, segment_digest, token_hash
@@ -109,6 +110,15 @@ OTHERS = {
 DOC = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 
 
+WINDOW = StateSpec(0, "window", tuple(TensorSpec(name, (1, 64), "bfloat16") for name in "kv"), 512)
+BLOCK_RAW = bytes.fromhex("0001020304050607")
+BLOCK = bytes.fromhex("00000008 02 00 00000004 00 00000004 00020406 01030507")
+OTHERS |= {
+    "layout digest of the list in section 4": bytes.fromhex(StateLayout((WINDOW,)).digest),
+    "zstd block of the bfloat16 bytes 0001020304050607, planes stored": BLOCK,
+}
+
+
 def documented() -> dict[str, str]:
     vectors = DOC[DOC.index("## 10. Golden vectors") :]
     return {name: re.sub(r"\s", "", data) for name, data in re.findall(r"^(\S.*?):((?:\s+[0-9a-f]+)+)$", vectors, re.M)}
@@ -140,11 +150,9 @@ def test_golden_digests(name):
 
 
 def test_golden_zstd_block_of_stored_planes():
-    raw = bytes.fromhex("0001020304050607")
-    block = bytes.fromhex("00000008 02 00 00000004 00 00000004 00020406 01030507")
     out = bytearray(8)
-    Codec().decode("zstd", memoryview(block), (memoryview(out),), [TensorRun(4, 1, "bfloat16")])
-    assert bytes(out) == raw
+    Codec().decode("zstd", memoryview(BLOCK), (memoryview(out),), [TensorRun(4, 1, "bfloat16")])
+    assert bytes(out) == BLOCK_RAW
 
 
 def test_every_message_has_a_vector():
