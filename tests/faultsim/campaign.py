@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -34,6 +35,7 @@ REQUIRED = (
     "path: damaged bytes found by a frame's checksum",
     "path: fallback to local prefill",
     "path: gone: its port refuses",
+    "path: given up after repeated faults",
     "path: handshake given up",
     "path: local error reported as such",
     "path: prefill paused for want of acknowledgements",
@@ -99,7 +101,11 @@ class Campaign:
 def run(seeds: Iterable[int]) -> Campaign:
     """In this process, one after the other; ends early after a few violations."""
     out, began = Campaign(), time.process_time()
+    gc.collect()
+    gc.freeze()  # what is there now is not looked at every time
     for seed in seeds:
+        if out.num_seeds % 50 == 49:
+            gc.collect()
         result = simulate(seed)
         out.num_seeds += 1
         out.num_steps += result.num_steps
@@ -109,6 +115,7 @@ def run(seeds: Iterable[int]) -> Campaign:
             out.failures[seed] = result.violation
             if len(out.failures) >= MAX_FAILURES:
                 break
+    gc.unfreeze()
     out.cpu_s = time.process_time() - began
     return out
 

@@ -133,6 +133,7 @@ def _way(rng: random.Random) -> Way:
         rate=rng.choice((30e3, 300e3, 1e8)),
         capacity=rng.choice((3000, 16384, 1 << 17)),
         burst=rng.choice((1400, 9000, 1 << 16)),
+        detours=rng.choice((0.0, 0.0, 0.3)),
         split=rng.choice((0.0, 0.1, 0.4)),
         high_water=rng.choice((2048, 16384, 1 << 20)),
     )

@@ -39,7 +39,7 @@ def draw_faults(rng: random.Random, num: int, lease_s: float) -> list[Fault]:
     """That many faults, often several close together: a second one while the first is being mended."""
     out, where, is_from_start = [], 0, False
     for _ in range(num):
-        kind = rng.choice(KINDS)
+        kind = rng.choice(KINDS + _OFTEN)
         if where and rng.random() < 0.6:
             where += rng.randrange(1, 30)
         else:
@@ -195,8 +195,13 @@ class Faults:
             "RESUME",
             "ERROR",
         )
-        self.world.damage_next = self.rng.choice(kinds)
+        self.world.damage_next, self.world.num_damages = self.rng.choice(kinds), 1
         return True
+
+    def damage_often(self, fault: Fault) -> bool:
+        """Whatever goes on after a new handshake is damaged, again and again."""
+        self.world.damage_next, self.world.num_damages = "RESUMED", 4
+        return self._cut(self._pick(is_control=True))
 
     def slow(self, fault: Fault) -> bool:
         ways = list(self.scenario.ways.values())
@@ -324,6 +329,15 @@ class Faults:
         self._for(fault.for_s, self.net.dropping_syn.discard, host)
         return self.cut_all(fault) or True
 
+    def no_data_links(self, fault: Fault) -> bool:
+        """A control link alone: data links are cut and do not come up for a while."""
+        found = [c for c in self.net.open_connections() if not self._is_control(c)]
+        for connection in found:
+            self.net.cut(connection)
+            self.net.dropping_syn.add(connection.server.host)
+            self._for(fault.for_s, self.net.dropping_syn.discard, connection.server.host)
+        return bool(found)
+
     def local_error(self, fault: Fault) -> bool:
         """This machine has no descriptors or ports left, just when it needs them."""
         node = self._decoded()
@@ -335,20 +349,12 @@ class Faults:
 
 
 KINDS = (
-    *("cut_data", "cut_data", "cut_control", "cut_all", "cut_again", "half_close", "one_reset"),
-    *(
-        "silent_drop",
-        "silent_drop",
-        "silent_one_way",
-        "damage",
-        "damage_message",
-        "damage_message",
-        "slow",
-        "partition",
-    ),
+    *("cut_data", "cut_control", "cut_all", "cut_again", "half_close", "one_reset", "silent_drop", "silent_one_way"),
+    *("damage", "damage_message", "damage_often", "slow", "partition", "no_data_links", "refuse", "drop_syn"),
     *("kill_prefilld", "kill_decoded", "power_off_prefilld", "power_off_decoded", "stop_prefilld", "stop_decoded"),
-    *("drain", "restart_prefilld", "restart_decoded", "peer_leaves", "refuse", "drop_syn", "local_error"),
+    *("drain", "restart_prefilld", "restart_decoded", "peer_leaves", "local_error"),
 )
+_OFTEN = ("cut_data", "silent_drop", "damage_message")
 MENDED = ("cut_data", "cut_control", "cut_all", "cut_again", "half_close", "one_reset", "silent_drop")
 """What costs no request."""
 _ACTIONS: dict[str, Callable[[Faults, Fault], bool]] = {kind: getattr(Faults, kind) for kind in KINDS}

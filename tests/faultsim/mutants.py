@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from common.errors import ChecksumMismatch
-from common.net import dialer, link, pool, remote, server_peer
+from common.net import dialer, link, pool, remote, server_peer, server_stream
 from common.net.codecs import CodecPool
 from common.wire import connection, credit, incoming, outgoing, serving, session
 from common.wire.tables import Phase
@@ -151,6 +151,27 @@ def _forget_asked_again(self: session.ClientSession, now: float) -> None:
     self._outbox.clear()
 
 
+def _cancel_without_a_word(self: session.ClientSession, given: incoming.ReceiveStream) -> None:
+    given.fail(session.PeerCancelled("the request was cancelled at this end"), session.Do.CANCEL)
+    self.streams.pop(given.stream_id, None)
+    self._credit.close(given.stream_id)
+    self._events.append(session.StreamEnded(given))
+
+
+def _detach_and_give_up(self: session.ClientSession, now: float) -> None:
+    _REAL_DETACH(self, now)
+    self.fail_all(session.LinkLost("it is away"))
+
+
+def _no_patience(self: pool.PeerClient, failure: dialer.Failure) -> None:
+    _REAL_DIAL_DOWN(self, failure)
+    if failure.is_refused:
+        self._session.fail_all(failure.error)
+        self._flush()
+
+
+_REAL_DETACH = session.ClientSession.detach
+_REAL_DIAL_DOWN = pool.PeerClient.dial_down
 _REAL_ON_RESUME = outgoing.SendStream.on_resume
 _REAL_OS_FAILURE = dialer.Dialer._os_failure
 _REAL_ATTACH = session.ClientSession.attach
@@ -184,6 +205,12 @@ MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "an outcome is counted again": (active.ActiveRequest, "_close", _two_outcomes),
     "prompts are not hashed": (serving, "token_hash", lambda prefill, tokens: prefill.token_hash),
     "a prefilld that closes keeps its streams": (server_peer.ServerPeer, "drop", _nothing),
+    "a paused prefill is not resumed": (server_stream.ServerStream, "changed", _nothing),
+    "credit of a stream that ended is kept": (credit.CreditPool, "close", _nothing),
+    "the peer is not told of a cancel": (session.ClientSession, "cancel", _cancel_without_a_word),
+    "streams that were not mentioned live on": (serving.ServerSession, "_on_resumed", _nothing),
+    "the lease ends when it begins": (session.ClientSession, "detach", _detach_and_give_up),
+    "one refused connect means that nobody is there": (pool.PeerClient, "dial_down", _no_patience),
     "the lease goes on after the session is back": (pool.PeerClient, "_cancel_lease", _nothing),
 }
 

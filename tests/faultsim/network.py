@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import Context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -172,7 +172,7 @@ class Network:
         connection = Connection(len(self.connections), listener.address[1])
         client = SimTransport(self, connection, "client", process, process.host)
         server = SimTransport(self, connection, "server", listener.process, listener.address[0])
-        client.way = server.way = self.way(process.host, server.host)
+        client.way = server.way = self._way_of_connection(process.host, server.host)
         client.peer, server.peer = server, client
         client.out, server.out = Pipe(self, client, server), Pipe(self, server, client)
         connection.client, connection.server = client, server
@@ -183,6 +183,13 @@ class Network:
         accept = partial(self._accepted, server, listener)
         self.loop.at(accept_at, self.run_in, listener.process, accept, context=self.world)
         return connection
+
+    def _way_of_connection(self, a: str, b: str) -> Way:
+        """Routers spread connections over paths that are not alike: one link may be far behind the others."""
+        way = self.way(a, b)
+        if self.rng.random() > way.detours:
+            return way
+        return replace(way, latency_s=min(0.3, way.latency_s * self.rng.choice((3, 10))))
 
     def _accepted(self, server: SimTransport, listener: Listener) -> None:
         if self.listeners.get(listener.address) is not listener:

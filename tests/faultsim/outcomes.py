@@ -11,7 +11,9 @@ from tests.faultsim.users import Want
 if TYPE_CHECKING:
     from tests.faultsim.scenario import Scenario
 
-_DAMAGE = {"damage", "damage_message"}
+_DAMAGE = {"damage", "damage_message", "damage_often"}
+_REFUSED = ("PeerShed", "PeerDraining", "PeerInvalid", "RequestDamaged")
+"""Said instead of Accepted, and never after it."""
 _ANY: set[str] = set()
 _CAUSES: dict[str, set[str]] = {
     "RequestDamaged": _DAMAGE,
@@ -69,13 +71,15 @@ class Outcomes:
             check(bool(happened & causes), f"{name}, and all that happened is {sorted(happened)}")
         if want.kind == "whole":
             check(outcome in _OF_WHOLE, f"{name} is no way for a request to end")
+        if outcome in _REFUSED:
+            check(not want.report.accepted_at, f"{name} after it was accepted")
         check(outcome != "PeerInvalid" or want.start == want.num_tokens, name)
 
     def _check_survival(self, want: Want, outcome: str) -> None:
         """Faults that the protocol mends within lease and patience cost no request."""
         struck, scenario = self.scenario.faults.struck, self.scenario
         silence_s = 2.5 * scenario.heartbeat_s * sum(kind.startswith("silent") for kind in struck)
-        away_s = silence_s + 2.0 * len(struck)
+        away_s = silence_s + 3.0 * len(struck)
         # The ends may find out one after the other.
         is_patient = scenario.lease_s >= away_s + silence_s and self.plan.progress_timeout_s > away_s
         is_mended = all(kind in faults.MENDED for kind in struck)
@@ -106,6 +110,7 @@ class Outcomes:
             check(marks[0] > 0 and list(marks) == sorted(marks), f"{want.name}: instants {marks}")
             marks = (report.requested_at, report.first_byte_at, report.last_byte_at, report.verified_at)
             check(list(marks) == sorted(marks), f"{want.name}: instants {marks}")
+            check(report.verified_tokens == want.num_tokens, f"{want.name}: {report.verified_tokens} tokens")
             check(report.raw_bytes == want.sink.landed_bytes, f"{want.name}: {report.raw_bytes} raw bytes")
             sent = self.scenario.watch.sent_bytes[want.name]
             check(0 < report.wire_bytes <= sent, f"{want.name}: {report.wire_bytes} bytes came, {sent} were sent")

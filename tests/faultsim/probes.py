@@ -18,7 +18,19 @@ from common.local_backend import LocalGeneration
 from common.net import codecs, dialer, link, pool, server
 from common.wire import outgoing, serving, session
 from common.wire.connection import FAULT_CODES, Closed
-from common.wire.messages import Accepted, Ack, Complete, Credit, Error, Message, Piece, Prefill, Refused, Resume
+from common.wire.messages import (
+    Accepted,
+    Ack,
+    Complete,
+    Credit,
+    Error,
+    Message,
+    Piece,
+    Prefill,
+    Refused,
+    Resume,
+    Resumed,
+)
 from tests.faultsim import engine
 from tests.faultsim.loop import PROCESS
 from tests.faultsim.transport import SimTransport
@@ -49,7 +61,8 @@ class Watch:
             return
         world, key = self.world, _key(transport, stream_id)
         if world.damage_next == message.type.name:
-            world.damage_next = ""
+            world.num_damages -= 1
+            world.damage_next = world.damage_next if world.num_damages > 0 else ""
             transport.out.flip_after = transport.out.num_written + world.rng.randrange(*_where(message))
         if isinstance(message, Piece):
             world.trace("piece", transport.connection.name, stream_id, message.no, message.offset)
@@ -144,6 +157,8 @@ def _where(message: Message) -> tuple[int, int]:
     """Where in its frame a message is damaged: in the payload where there is one, roughly."""
     if isinstance(message, Piece):
         return 100, 120 + min(message.piece, message.encoded - message.offset)
+    if isinstance(message, Resumed):
+        return 0, 25
     return (150, 170 + 4 * message.num_tokens) if isinstance(message, Prefill) else (0, 60)
 
 
@@ -202,10 +217,13 @@ def _loses_link(watch: Watch, real: Callable[..., None]) -> Callable[..., None]:
 
 
 def _expires(watch: Watch, real: Callable[..., None], end: str) -> Callable[..., None]:
-    def expire(self: session.Session, now: float) -> None:
-        before = len(self.streams)  # type: ignore[attr-defined]
+    def expire(self: Any, now: float) -> None:
+        before = len(self.streams)
         real(self, now)
-        watch.world.count(f"path: lease ended at {end}", before - len(self.streams))  # type: ignore[attr-defined]
+        if lost := before - len(self.streams):
+            watch.world.count(f"path: lease ended at {end}", lost)
+            away_s = watch.world.loop.monotonic() - self.detached_at
+            watch.world.check(away_s >= self.lease_s - 1e-6, f"{end}: a lease of {self.lease_s} s ended after {away_s}")
 
     return expire
 
@@ -221,8 +239,13 @@ def _attaches(watch: Watch, real: Callable[..., None]) -> Callable[..., None]:
 
 
 def _goes_down(watch: Watch, real: Callable[..., None]) -> Callable[..., None]:
+    refused_at: dict[pool.PeerClient, float] = {}
+
     def dial_down(self: pool.PeerClient, failure: dialer.Failure) -> None:
         before = len(self._session.streams)
+        if not failure.is_refused:
+            refused_at.pop(self, None)
+        since_s = watch.world.now - refused_at.setdefault(self, watch.world.now) if failure.is_refused else 0.0
         real(self, failure)
         lost = before - len(self._session.streams)
         if "this machine" in str(failure.error):
@@ -230,6 +253,8 @@ def _goes_down(watch: Watch, real: Callable[..., None]) -> Callable[..., None]:
             watch.world.check(not lost and failure.is_local, f"{self.name}: {lost} streams ended by {failure.error}")
         elif lost and failure.is_refused:
             watch.world.count("path: gone: its port refuses")
+            is_due = since_s >= self.options.gone_after_s - 1e-3
+            watch.world.check(is_due, f"{self.name}: given up after {since_s:.3f} s of refused connects")
         elif lost and failure.code in FAULT_CODES:
             watch.world.count("path: given up after repeated faults")
 

@@ -29,6 +29,8 @@ class Way:
     rate: float = 1e9
     capacity: int = 1 << 16
     burst: int = 1 << 14
+    detours: float = 0.0
+    """How often a connection takes a longer path than the others."""
     split: float = 0.1
     """How often the receiver finds only a part of what has arrived."""
     high_water: int = 1 << 15

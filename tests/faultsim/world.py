@@ -23,7 +23,7 @@ class World:
         self.counts: Counter[str] = Counter()
         self.events: list[tuple[Any, ...]] = []
         self.violation = ""
-        self.damage_next = ""
+        self.damage_next, self.num_damages = "", 0
         self.model = engine.Model()
         self.processes: list[Process] = []
         self.loop = SimLoop(seed * 4 + 3, self._on_error, is_coarse=is_coarse)
