@@ -195,6 +195,9 @@ class StreamHandler:
                     continue
                 if not record.started_at:
                     await self._started(stream, job, record)
+                if stream.staged_bytes > self.max_staged_bytes:
+                    # Pausing stops chunks; where encoding is slower than computing, segments of earlier ones wait here.
+                    await stream.wait_staged_below(self.max_staged_bytes)
                 await self._send(stream, item, record)
                 if stream.staged_bytes > self.max_staged_bytes and (resume is None or resume.done()):
                     self.metrics.paused.inc()

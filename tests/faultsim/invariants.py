@@ -26,14 +26,8 @@ class Invariants:
         self.scenario, self.world, self.plan = scenario, scenario.world, scenario.plan
         layout, model = engine.layout_of(self.plan.model), self.plan.model
         chunk_bytes = layout.segment_bytes(0, model.chunk_tokens, tuple(range(len(layout.states))))
-        # What was computed when the job was paused: the running chunk, and what of the one before is not taken yet.
-        # Where encoding is slower than computing, the engine is ahead by more, but never by more than the prompt.
-        most = (
-            2 * chunk_bytes
-            if not self.world.loop.executor_s
-            else layout.segment_bytes(0, 200, tuple(range(len(layout.states))))
-        )
-        self.max_staged_bytes = self.plan.max_staged_bytes + most
+        # The mark may be passed by what is sent at once: a segment, which is a chunk at most.
+        self.max_staged_bytes = self.plan.max_staged_bytes + chunk_bytes
         self.credit_bytes = self.plan.options.credit_bytes
 
     def stepped(self, process: Process) -> None:

@@ -69,3 +69,14 @@ def test_parts_of_the_time_to_the_first_token_where_state_overtakes_the_control_
     way = Way(latency_s=latency_s, jitter_s=10 * latency_s)
     for num_tokens in (1, 5, 30):
         played(want=Want("r", "whole", num_tokens=num_tokens), way=way)
+
+
+@pytest.mark.parametrize("rate", [30e3, 1e8])
+def test_staged_bytes_where_encoding_is_slower_than_computing(rate):
+    """Only chunks were paused: what was computed meanwhile was encoded and staged all the same."""
+    plan = replace(PLAN, max_staged_bytes=4096, prefill_tokens_per_s=20000.0)
+    want = Want("r", "bare", num_tokens=150)
+    script = Script(plan, ways=[replace(SLOW, rate=rate)], wants=[want], executor_s=0.05, inline_bytes=0)
+    result = simulate(0, script)
+    assert not result.violation, f"{result.violation}\n{result.world.tail()}"
+    assert result.counts["path: prefill paused for want of acknowledgements"]
