@@ -170,6 +170,11 @@ class ActiveRequest:
                 return True
             self._blame(client, peer, error)
             started_at = _now()
+            if self._kept_tokens and self._kept_tokens == self.request.num_prompt_tokens - 1:
+                # Only the word that it was all was missing: nothing is left to compute.
+                self._joined_at = started_at
+                generation.import_done(self._kept_tokens)
+                return True
         return False
 
     def _should_wait(self, decision: RouteDecision) -> bool:

@@ -203,6 +203,22 @@ async def test_what_is_no_fault_of_the_peers_is_asked_of_it_once_more(error):
     assert await Site(peer, rate=1000.0).run() == "computed" and peer.num_asked == 1
 
 
+@pytest.mark.parametrize("is_all", [True, False])
+async def test_a_peer_that_goes_with_all_of_the_state_delivered_has_delivered(is_all, monkeypatch):
+    """Nothing may be computed here; what is missing is asked of another peer from where the first one ended."""
+    first, second = Peer("p", errors=[LinkLost("gone")]), Peer("q", errors=[])
+    second.load = {"num_queued_tokens": 9}  # so that p is asked first
+    site = Site(first, second)
+    monkeypatch.setattr(Prefill.report, "verified_tokens", request().num_prompt_tokens - (1 if is_all else 2))
+    starts = []
+    prefill = second.prefill
+    second.prefill = lambda wanted, sink: starts.append(wanted.start) or prefill(wanted, sink)
+    assert await site.run() == "imported"
+    assert site.active.report.peer == ("p" if is_all else "q")
+    assert site.active.report.route == "remote"
+    assert starts == ([] if is_all else [request().num_prompt_tokens - 2])
+
+
 async def test_to_be_asked_again_a_peer_may_have_to_open_its_data_links_first():
     """A Resume is refused over the control link, before the session is ready."""
     peer = Peer()
