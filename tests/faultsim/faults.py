@@ -208,6 +208,8 @@ class Faults:
         before = [replace(way) for way in ways]
         for way in ways:
             way.rate, way.latency_s, way.burst = way.rate / 20, way.latency_s + 0.1, 1400
+            # What is on the way already arrives at this pace, whatever comes after.
+            way.capacity = min(way.capacity, 3000)
         self._for(min(fault.for_s, 2.0), self._unslow, ways, before)
         return True
 

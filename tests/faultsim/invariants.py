@@ -114,8 +114,11 @@ class Invariants:
         """Everybody is connected to everybody, and nothing is in flight."""
         scenario = self.scenario
         # Who has not yet noticed that a flow went silent is in for a surprise.
+        # Nor is it settled while the ends of a connection do not agree, or one is not accepted yet.
         busy = any(
-            "closing" in (c.client.state, c.server.state) or (c.is_silenced and c.is_up)
+            c.client.state != c.server.state
+            or c.client.state in ("connecting", "closing")
+            or (c.is_up and (c.is_silenced or not c.server.has_opened))
             for c in self.world.net.connections
         )
         return (

@@ -171,6 +171,7 @@ class Network:
     def _pair(self, process: Process, listener: Listener) -> Connection:
         connection = Connection(len(self.connections), listener.address[1])
         client = SimTransport(self, connection, "client", process, process.host)
+        client.state = "connecting"
         server = SimTransport(self, connection, "server", listener.process, listener.address[0])
         client.way = server.way = self._way_of_connection(process.host, server.host)
         client.peer, server.peer = server, client
@@ -208,7 +209,10 @@ class Network:
             # The connect was given up meanwhile: the kernel resets what the other end has accepted.
             connection.client.state = "closed"
             self.reset(connection.server, connection.client.way.latency_s)
+        elif connection.client.state == "closed":
+            made.set_exception(ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)))
         else:
+            connection.client.state = "open"
             made.set_result(connection.client)
             self.on_connect(connection.client)
 

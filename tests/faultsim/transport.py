@@ -207,7 +207,7 @@ class SimTransport:
     def __init__(self, net: Network, connection: Connection, side: str, process: Process, host: str) -> None:
         self.net, self.connection, self.side, self.process, self.host = net, connection, side, process, host
         self.protocol: Any = None
-        self.state = "open"
+        self.state = "open"  # or connecting, closing, closed
         self.is_paused = self.has_unread = self.has_opened = False
         self.high, self.low = 1 << 16, 1 << 14
         self.peer: SimTransport
