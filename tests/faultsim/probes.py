@@ -211,7 +211,8 @@ def _loses_link(watch: Watch, real: Callable[..., None]) -> Callable[..., None]:
     def link_lost(self: outgoing.SendStream, number: int) -> None:
         before = len(self._pending)
         real(self, number)
-        watch.world.count("path: resent after a data link was lost", max(0, len(self._pending) - before))
+        if self.is_attached:
+            watch.world.count("path: resent after a data link was lost", max(0, len(self._pending) - before))
 
     return link_lost
 
