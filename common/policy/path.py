@@ -21,12 +21,14 @@ QUEUE_SHARE, QUEUE_S = 0.5, 0.005
 # Ticks in a row that must have met one.
 NUM_QUEUED = 3
 # What the links together are held to, in parts of the capacity.
-CRUISE, PROBE, DRAIN = 0.97, 1.12, 0.8
+CRUISE, PROBE, DRAIN = 0.99, 1.12, 0.9
 CRUISE_S, PROBE_S, MAX_DRAIN_S, PROBE_RTTS = 8.0, 0.3, 2.0, 4
 # More than the capacity by this much is a larger capacity; less than what the links may send by this much is a smaller.
 LARGER, SMALLER, SMALLER_S = 1.02, 0.85, 1.0
 # Over so long is goodput measured: `RATE_S` or some round trips for decisions, `SHOWN_S` for people and for loss.
 RATE_S, RATE_RTTS, SHOWN_S = 0.3, 4, 1.0
+# Measurements, one a tick, of which the largest counts where a single one may be too small.
+NUM_RECENT = 20
 # Seconds of saturation for full confidence, and in which half of it is forgotten.
 SURE_S, FORGET_S = 3.0, 120.0
 
@@ -71,6 +73,7 @@ class Path:
         self._rtt_s = self._min_rtt_s = 0.0
         self._saturated_s, self._saturated_at = 0.0, 0.0
         self._short_since: float | None = None
+        self._recent: deque[float] = deque(maxlen=NUM_RECENT)
 
     @property
     def cap_bps(self) -> float | None:
@@ -146,6 +149,8 @@ class Path:
 
     def _decide(self, now: float, goodput: float | None) -> None:
         age, is_queued = now - self._mode_at, self._num_queued >= NUM_QUEUED
+        if goodput is not None:
+            self._recent.append(goodput)
         if goodput is not None and goodput > LARGER * self.capacity_bps:
             self.capacity_bps = goodput
         if self.mode is Mode.FREE:
@@ -175,9 +180,9 @@ class Path:
             self.capacity_bps = goodput
             self._enter(Mode.DRAIN if is_queued else Mode.FREE, now)
         elif is_queued:
-            # The links are held to more than arrives: what arrives is the capacity.
+            # The links are held to more than arrives: the most that arrived lately is the capacity.
             if self.share == 1.0:
-                self.capacity_bps = min(self.capacity_bps, goodput or self.capacity_bps)
+                self.capacity_bps = min(self.capacity_bps, max(self._recent) if self._recent else self.capacity_bps)
             self._enter(Mode.DRAIN, now)
         elif age >= CRUISE_S:
             self._enter(Mode.PROBE, now)

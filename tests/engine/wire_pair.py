@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from common.local_backend import LocalBackend
-from common.net.options import LinkOptions, LocalEnd, RemoteRequest, TransferReport
+from common.net.options import LinkOptions, LocalEnd, RemoteRequest, Security, TransferReport
 from common.net.pool import PeerClient
 from common.net.server import PrefillServer
 from common.policy.admission import AdmissionController, AdmissionLimits
@@ -35,8 +35,8 @@ class WirePair:
             max_staged_bytes=1 << 26,
             max_prompt_tokens=0,
         )
-        here = LocalEnd("decode", "decode", "decode", self.decoder.info, KEY)
-        there = LocalEnd("prefill", "prefill", "prefill", self.source.info, KEY)
+        here = LocalEnd("decode", "decode", "decode", self.decoder.info, Security("key", (KEY,)))
+        there = LocalEnd("prefill", "prefill", "prefill", self.source.info, Security("key", (KEY,)))
         self.server = PrefillServer(there, options, handler)
         await self.server.start("127.0.0.1", 0)
         self.client = PeerClient("prefill", "127.0.0.1", self.server.port, local=here, options=options)
