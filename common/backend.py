@@ -133,8 +133,9 @@ class Generation(Protocol):
 class BackendStats:
     """A snapshot for status, metrics and admission.
 
-    `num_rows`: sequences in the running batch, of `num_running`; the others wait for a row. `mixed_tokens`, `mixed_s`:
-    local prefill in steps that also decode, and how long those took; `mixed_chunk_tokens`: of the last such chunk.
+    `num_rows`: sequences in the running batch, of `num_running`; the others wait for a row. `alone_tokens`, `alone_s`:
+    local prefill in steps of its own, and how long those took; `mixed_tokens`, `mixed_s`: in steps that also decode;
+    `mixed_chunk_tokens`: of the last such chunk.
     `num_output_tokens` counts what was sampled, also where nobody waited for it any more.
     """
 
@@ -147,11 +148,18 @@ class BackendStats:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
+    alone_tokens: int = 0
+    alone_s: float = 0.0
     mixed_tokens: int = 0
     mixed_s: float = 0.0
     mixed_chunk_tokens: int = 0
     last_progress_at: float = 0.0
     is_alive: bool = True
+
+    @property
+    def alone_tokens_per_s(self) -> float:
+        """Local prefill rate while nothing was decoded; 0 before the first chunk."""
+        return self.alone_tokens / self.alone_s if self.alone_s else 0.0
 
     @property
     def mixed_tokens_per_s(self) -> float:

@@ -99,6 +99,8 @@ class LocalBackend:
             num_prompt_tokens=worker.num_prompt_tokens,
             num_output_tokens=worker.num_output_tokens,
             num_preemptions=scheduler.num_preemptions,
+            alone_tokens=scheduler.budget.alone_tokens,
+            alone_s=scheduler.budget.alone_s,
             mixed_tokens=scheduler.budget.mixed_tokens,
             mixed_s=scheduler.budget.mixed_s,
             mixed_chunk_tokens=scheduler.budget.last_tokens,

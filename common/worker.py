@@ -195,9 +195,12 @@ class EngineWorker:
                 budget.note_quiet(len(batch.rows), time.monotonic() - started_at)
         if chunk is not None and joint is None:
             self._prefill(chunk)
-        if chunk is not None and batch.rows:
+        if chunk is not None:
             num_tokens, step_s = chunk.stop - chunk.start, time.monotonic() - started_at
-            budget.note_chunk(num_tokens, len(batch.rows), step_s, is_settled=self.executor.is_settled)
+            if batch.rows:
+                budget.note_chunk(num_tokens, len(batch.rows), step_s, is_settled=self.executor.is_settled)
+            else:
+                budget.note_alone(num_tokens, step_s)
         return True
 
     def _is_joint(self, chunk: Chunk) -> bool:

@@ -20,6 +20,7 @@ from common.errors import Draining, InvalidRequest, Overloaded, PdError
 from common.layout import ModelInfo
 from common.net.pool import PeerClient
 from common.policy.admission import AdmissionController
+from common.policy.costs import LocalRates
 from common.policy.fallback import FallbackBudget
 from common.policy.routing import Mode, RouteDecision, decide
 from common.policy.views import Demand, PeerView, RequestView
@@ -175,13 +176,18 @@ class Dispatcher:
             failed_peers=failed_peers,
         )
         settings = self.settings
-        return decide(
+        decision = decide(
             view,
             [peer_view(p) for p in self.peers()],
             mode=settings.mode,
             threshold_tokens=settings.threshold_tokens,
             max_attempts=settings.max_attempts,
         )
+        stats = self.backend.stats()
+        rates = LocalRates(stats.alone_tokens_per_s, stats.mixed_tokens_per_s)
+        if (seconds := rates.prefill_s(view.num_uncached_tokens, stats.num_rows)) is not None:
+            decision.terms["predicted_local_prefill_s"] = round(seconds, 3)
+        return decision
 
     def client(self, name: str) -> PeerClient | None:
         """The peer of that name, if it is still configured."""

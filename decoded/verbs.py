@@ -165,6 +165,7 @@ def status_facts(service: DecodeService) -> dict[str, Any]:
         "num_waiting_for_a_row": stats.num_running - stats.num_rows,
         "num_output_tokens": stats.num_output_tokens,
         "num_preemptions": stats.num_preemptions,
+        "alone_prefill_tokens_per_s": round(stats.alone_tokens_per_s, 1),
         "mixed_prefill_tokens_per_s": round(stats.mixed_tokens_per_s, 1),
         "mixed_chunk_tokens": stats.mixed_chunk_tokens,
     }

@@ -48,6 +48,7 @@ class TokenBudget:
         limit: most tokens of any chunk.
         fixed: this many tokens, or 0 to steer.
         max_stretch: longest mixed step, in durations of its decode rows.
+        alone_tokens, alone_s: prompt tokens computed in steps without decode rows, and how long those took.
         mixed_tokens, mixed_s: prompt tokens computed in mixed steps, and how long those steps took in all: their ratio
             is the local prefill rate beside running streams.
         last_tokens: of the last chunk in a mixed step.
@@ -56,6 +57,8 @@ class TokenBudget:
     limit: int
     fixed: int = 0
     max_stretch: float = 3.0
+    alone_tokens: int = 0
+    alone_s: float = 0.0
     mixed_tokens: int = 0
     mixed_s: float = 0.0
     last_tokens: int = 0
@@ -105,6 +108,11 @@ class TokenBudget:
         self._since_quiet = 0
         known = self._quiet_s.get(num_rows, decode_s)
         self._quiet_s[num_rows] = known + WEIGHT * (min(decode_s, MAX_SURPRISE * known) - known)
+
+    def note_alone(self, num_tokens: int, step_s: float) -> None:
+        """A chunk had a step of its own: nothing to steer by, but a rate."""
+        self.alone_tokens += num_tokens
+        self.alone_s += step_s
 
     def note_chunk(self, num_tokens: int, num_rows: int, step_s: float, *, is_settled: bool = True) -> None:
         """Learn from a step of `step_s` in all: decode rows and `num_tokens` of a prompt.

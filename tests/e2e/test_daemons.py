@@ -129,6 +129,14 @@ def test_explain_prints_the_inequality_and_what_happened(cluster):
     assert told["report"]["wire_bytes"] == answer["prfaas"]["wire_bytes"]
 
 
+def test_explain_predicts_what_local_prefill_would_have_taken(cluster):
+    complete(cluster, 3000, headers={"X-Prfaas-Route": "local"})
+    answer = complete(cluster, 2000)
+    terms = cluster.decoded.ctl("explain", answer["prfaas"]["request_id"])["decisions"][0]["terms"]
+    assert 0.3 < terms["predicted_local_prefill_s"] < 2.0  # 1,999 tokens at 4,000 a second
+    assert 1000 < cluster.decoded.ctl("status")["alone_prefill_tokens_per_s"] <= 4100
+
+
 def test_echo_with_logprobs_stays_local(cluster):
     answer = complete(cluster, 1500, echo=True, logprobs=1)
     assert answer["prfaas"]["reason"] == "prompt_logprobs"
