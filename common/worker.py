@@ -33,6 +33,8 @@ T = TypeVar("T")
 Item = TokenOutput | PromptLogprobs | ChoiceEnded | RequestFailed | EngineDead | ComputedSegment | ChunkDone
 # A chunk whose every position needs logits keeps them below this many bytes (float32, twice: logits and log softmax).
 MAX_LOGIT_BYTES = 128 << 20
+# Without work for so long, the engine may get ready for what may come.
+QUIET_S = 0.3
 
 
 class Owner(Protocol):
@@ -170,14 +172,12 @@ class EngineWorker:
             self._deliver(self._commands.popleft()(self.scheduler) or [])
         self._progress_at = time.monotonic()
         self._is_idle = False
-        if not self._is_closing and not self._step() and not self._warm_up():
+        if not self._is_closing and not self._step():
             self.scheduler.check_integrity()
             self._is_idle = True
-            self._wake.wait()
-
-    def _warm_up(self) -> bool:
-        self._is_warm = self._is_warm or not self.executor.warm_up(self.options.warm_up_rows)
-        return not self._is_warm
+            # A piece of a warm-up takes longer than the gap between two requests: only after some quiet.
+            if not self._wake.wait(None if self._is_warm else QUIET_S):
+                self._is_warm = not self.executor.warm_up(self.options.warm_up_rows)
 
     def _step(self) -> bool:
         self.scheduler.takes_chunks = self.executor.takes_chunks

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from common.backend import Marks
+from common.backend import BackendStats, Marks
 from common.errors import (
     Draining,
     InvalidRequest,
@@ -38,6 +38,9 @@ class FailingBackend:
 
     def __init__(self, error: Exception) -> None:
         self.error = error
+
+    def stats(self):
+        return BackendStats()
 
     async def open(self, request):
         raise self.error
