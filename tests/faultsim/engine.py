@@ -77,8 +77,9 @@ class _Wake:
     def clear(self) -> None:
         """There is nothing to forget."""
 
-    def wait(self) -> None:
+    def wait(self, timeout: float | None = None) -> bool:
         self._worker.is_waiting = True
+        return True  # its engine needs no warm-up, for which alone the real one waits with a timeout
 
 
 class SimWorker(EngineWorker):
