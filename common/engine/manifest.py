@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.engine.checkpoint import read_json
 from common.engine.safefile import SafeFile, TensorEntry
 from common.errors import StartupError
 
@@ -170,10 +171,4 @@ def _hash_file(path: Path) -> FileEntry:
 
 
 def _json_digest(path: Path, noise: set[str]) -> str:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise StartupError(f"{path} cannot be read: {error}.") from error
-    if not isinstance(value, dict):
-        raise StartupError(f"{path} does not hold a JSON object.")
-    return canonical_digest({k: v for k, v in value.items() if k not in noise})
+    return canonical_digest({k: v for k, v in read_json(path).items() if k not in noise})

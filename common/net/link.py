@@ -89,6 +89,8 @@ class Link(asyncio.BufferedProtocol):
         self.loop = asyncio.get_running_loop()
         self.bytes_out = 0
         self.address = self.congestion_control = ""
+        self.is_loopback = False
+        """Both ends are on this machine; known from connection_made on."""
         self.certificate: CertificateFacts | None = None
         """The peer's, on a control link with TLS."""
         self.on_written: Callable[[OutPiece], None] | None = None
@@ -147,11 +149,6 @@ class Link(asyncio.BufferedProtocol):
         found = self._transport.get_extra_info("socket") if self._transport is not None else None
         return found if found is not None and found.fileno() >= 0 else None
 
-    @property
-    def is_loopback(self) -> bool:
-        """Both ends are on this machine."""
-        return is_loopback(self.address.rpartition(":")[0])
-
     def sample(self, key: LinkKey) -> LinkSample | None:
         """What the kernel says of this link now; None where it says nothing, and on loopback: there is no path."""
         info = tcp_info(self.socket()) if self._transport is not None and not self.is_loopback else None
@@ -191,6 +188,7 @@ class Link(asyncio.BufferedProtocol):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         name = transport.get_extra_info("peername")
         self.address = f"{name[0]}:{name[1]}" if name else "?"
+        self.is_loopback = bool(name) and is_loopback(str(name[0]))
         transport.set_write_buffer_limits(high=LOOPBACK_QUEUE_BYTES if self.is_loopback else QUEUE_BYTES)
         if not self.is_loopback:
             self.congestion_control = tuning.set_congestion_control(sock, self.owner.congestion_control)

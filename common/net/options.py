@@ -61,10 +61,10 @@ class LocalEnd:
 class LinkOptions:
     """How sessions behave. Durations in seconds, sizes in bytes.
 
-    `data_links` 0 means 1 on loopback, else 4. `congestion_control`: of links that are not on loopback; "auto" is the
-    best the kernel has. `piece_bytes`: the largest. `credit_bytes` is what one session may have unlanded beyond the
-    reserved minimum of one `max_segment_bytes` per stream. `gone_after_s`: a peer whose port refuses connections for so
-    long is taken for dead, and its streams fail without waiting for the lease.
+    `data_links` 0 means 1 on loopback, else 4 and, as the sender asks, up to 8. `congestion_control`: of links that are
+    not on loopback; "auto" is the best the kernel has. `piece_bytes`: the largest. `credit_bytes` is what one session
+    may have unlanded beyond the reserved minimum of one `max_segment_bytes` per stream. `gone_after_s`: a peer whose
+    port refuses connections for so long is taken for dead, and its streams fail without waiting for the lease.
     """
 
     data_links: int = 0

@@ -181,7 +181,7 @@ class ServerPeer:
 
     def pump(self) -> None:
         """Give every data link with room a piece, in turn, until there is none."""
-        links = [link for link in self.data.values() if link.is_writable and link.is_open]
+        links = [link for link in self.data.values() if link.is_writable]
         while links:
             for link in list(links):
                 if not self._send_next(link):
