@@ -43,7 +43,7 @@ class LocalBackend:
     def __init__(self, factory: Factory, options: WorkerOptions) -> None:
         self.worker = EngineWorker(factory, options)
         self.executor: Executor
-        self._owners: set[LocalGeneration | LocalPrefill] = set()
+        self._owners: dict[LocalGeneration | LocalPrefill, None] = {}  # told in the order in which they came
         self._ids = itertools.count(1)
         self._death: EngineDead | None = None
 
@@ -105,6 +105,7 @@ class LocalBackend:
             mixed_s=scheduler.budget.mixed_s,
             mixed_chunk_tokens=scheduler.budget.last_tokens,
             last_progress_at=worker.last_progress_at,
+            is_warm=worker.is_warm,
             is_alive=worker.is_alive,
         )
 
@@ -171,7 +172,7 @@ class _Outputs(Generic[T]):
 
     def _finish(self, last: RequestFailed | EngineDead | None) -> None:
         if self in self._backend._owners:
-            self._backend._owners.discard(self)
+            del self._backend._owners[self]
             self._queue.put_nowait(last)
 
 
@@ -203,7 +204,7 @@ class LocalGeneration(_Outputs[TokenOutput | PromptLogprobs]):
         ]
         self._seq = choices[0]
         self._seq.siblings = choices[1:]
-        backend._owners.add(self)
+        backend._owners[self] = None
         backend.worker.post(lambda scheduler: scheduler.add(choices[0]))
 
     @property
@@ -321,7 +322,7 @@ class LocalPrefill(_Outputs[ComputedSegment | ChunkDone]):
             start=task.start,
             priority=task.priority,
         )
-        backend._owners.add(self)
+        backend._owners[self] = None
         backend.worker.post(lambda scheduler: scheduler.add(seq))
 
     def set_paused(self, paused: bool) -> None:

@@ -60,7 +60,7 @@ class ServerStream:
         self.codec = prefill.codecs[0]  # ServerSession has refused what nobody knows
         self._stream, self._port = stream, port
         self._loop = asyncio.get_running_loop()
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], None] = {}  # woken in the order in which they came
         self._over = asyncio.Event()
         self.is_completing = False
         self._moved_at = now()
@@ -141,11 +141,11 @@ class ServerStream:
         """Until fewer raw bytes than that are unacknowledged and the peer is connected."""
         while self._check() and (self._stream.staged_bytes >= num_bytes or not self._stream.is_attached):
             waiter: asyncio.Future[None] = self._loop.create_future()
-            self._waiters.add(waiter)
+            self._waiters[waiter] = None
             try:
                 await waiter
             finally:
-                self._waiters.discard(waiter)
+                self._waiters.pop(waiter, None)
 
     async def complete(self, num_tokens: int, prefill_s: float, waited_s: float = 0.0) -> None:
         """Send COMPLETE; returns when the peer verified everything.
