@@ -136,7 +136,8 @@ class BackendStats:
     `num_rows`: sequences in the running batch, of `num_running`; the others wait for a row. `alone_tokens`, `alone_s`:
     local prefill in steps of its own, and how long those took; `mixed_tokens`, `mixed_s`: in steps that also decode;
     `mixed_chunk_tokens`: of the last such chunk.
-    `num_output_tokens` counts what was sampled, also where nobody waited for it any more.
+    `num_output_tokens` counts what was sampled, also where nobody waited for it any more. `is_warm`: the engine has got
+    ready for decode steps, as it does while idle after its start; before, the first steps of each kind take longer.
     """
 
     num_running: int = 0
@@ -154,6 +155,7 @@ class BackendStats:
     mixed_s: float = 0.0
     mixed_chunk_tokens: int = 0
     last_progress_at: float = 0.0
+    is_warm: bool = True
     is_alive: bool = True
 
     @property

@@ -88,7 +88,7 @@ class EngineWorker:
         self._is_idle = True
         self._is_building = False
         self._is_closing = False
-        self._is_warm = not options.warm_up_rows
+        self.is_warm = not options.warm_up_rows
         self._progress_at = 0.0
         self._on_death: Callable[[EngineDead], None] = lambda _error: None
 
@@ -175,9 +175,14 @@ class EngineWorker:
         if not self._is_closing and not self._step():
             self.scheduler.check_integrity()
             self._is_idle = True
-            # A piece of a warm-up takes longer than the gap between two requests: only after some quiet.
-            if not self._wake.wait(None if self._is_warm else QUIET_S):
-                self._is_warm = not self.executor.warm_up(self.options.warm_up_rows)
+            self._wait()
+
+    def _wait(self) -> None:
+        """Until there is work; a piece of the warm-up after some quiet, since it takes longer than most gaps."""
+        quiet_until = time.monotonic() + QUIET_S
+        while not self._wake.wait(None if self.is_warm else max(0.0, quiet_until - time.monotonic())):
+            self.is_warm = not self.executor.warm_up(self.options.warm_up_rows)
+            self._progress_at = time.monotonic()
 
     def _step(self) -> bool:
         self.scheduler.takes_chunks = self.executor.takes_chunks

@@ -245,6 +245,7 @@ class Dispatcher:
         m.preemptions.inc(stats.num_preemptions - before.num_preemptions)
         m.mixed_chunk.set(stats.mixed_chunk_tokens)
         m.rows.set(stats.num_rows)
+        m.warm.set(stats.is_warm)
         m.row_waiters.set(stats.num_running - stats.num_rows)
         for spec in self.info.layout.states:
             m.state_bytes.labels(spec.kind).set(held.get(spec.kind, 0))

@@ -144,6 +144,11 @@ class DecodeMetrics:
         self.rows = Gauge(
             "prfaas_batch_rows", "Sequences in the running batch; batch.max_batch is the most.", registry=r
         )
+        self.warm = Gauge(
+            "prfaas_engine_warm",
+            "1 once the engine has got ready for decode steps, in idle time after its start.",
+            registry=r,
+        )
         self.row_waiters = Gauge(
             "prfaas_row_waiting_sequences", "Sequences that are ready to decode and wait for a row.", registry=r
         )

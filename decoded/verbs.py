@@ -161,6 +161,7 @@ def status_facts(service: DecodeService) -> dict[str, Any]:
         "num_queued_tokens": dispatcher.admission.num_queued_tokens,
         "admitted_state_bytes": dispatcher.admission.state_bytes,
         "state_bytes": dict(stats.state_bytes),
+        "is_warm": stats.is_warm,
         "num_batch_rows": stats.num_rows,
         "num_waiting_for_a_row": stats.num_running - stats.num_rows,
         "num_output_tokens": stats.num_output_tokens,

@@ -10,11 +10,14 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import aiohttp
 
 from benchmarks.cluster import prfaas_home
 from benchmarks.engine import machine, report
@@ -27,7 +30,7 @@ from benchmarks.engine.server import CannotStart
 from benchmarks.engine.workload import Cell, Prompts, rotated
 
 Document = dict[str, Any]
-START_TIMEOUT_S = 900.0
+START_TIMEOUT_S, READY_TIMEOUT_S = 900.0, 300.0
 WARM_PROMPT, WARM_OUTPUT = 300, 8
 AGREE_PROMPT, AGREE_OUTPUT = 24, 32
 
@@ -145,6 +148,9 @@ async def _cells(
             await client.stream(prompts.take(8, (0, "first", 0)), 1)
             records.append({"cell": "start", "figures": {"start_s": time.monotonic() - began}})
             await warm_up(client, prompts, setting, number)
+            if engine.name.startswith("ours"):
+                await get_ready(url)
+                records.append({"cell": "ready", "figures": {"ready_s": time.monotonic() - began}})
             text = (await client.stream(prompts.take(AGREE_PROMPT, (0, "agree", 0)), AGREE_OUTPUT)).text
             about["texts"].setdefault(engine.name, text)
         except BadAnswer as error:
@@ -168,6 +174,16 @@ async def warm_up(client: Client, prompts: Prompts, setting: Setting, number: in
     widest = max([1, *(c.size for c in setting.cells if c.kind == "decode")])
     await client.stream(prompts.take(WARM_PROMPT, (number, "warm", 0)), 1)
     await together(client, prompts.several(widest, 16, (number, "warm-all")), WARM_OUTPUT)
+
+
+async def get_ready(url: str) -> None:
+    """decoded records decode steps while it is idle after its start; the others have done so before they are up."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as session, asyncio.timeout(READY_TIMEOUT_S):
+        while True:
+            async with session.get(f"{url}/metrics") as answer:
+                if re.search(r"^prfaas_engine_warm 1", await answer.text(), re.MULTILINE):
+                    return
+            await asyncio.sleep(1.0)
 
 
 def add_bound(record: report.Record, engine: Engine, about: dict[str, Any], read_bps: float) -> None:

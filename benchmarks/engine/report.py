@@ -40,6 +40,7 @@ class Row:
 
 ROWS = (
     Row("start", "start_s", "start, s", higher_is_better=False),
+    Row("ready", "ready_s", "- until all decode steps are recorded, s", has_ratio=False),
     Row("decode", "tokens_per_s", "decode, {size} streams, tokens/s", is_headline=True),
     Row("decode", "itl_p99_s", "- ITL p99, ms", 1e3, 0, higher_is_better=False),
     Row("decode", "bound_fraction", "- fraction of the memory bound", 1, 2, has_ratio=False),

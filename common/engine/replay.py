@@ -20,6 +20,7 @@ from common.engine.memory import is_out_of_memory, trim
 from common.engine.program import Arena, NotReplayable, Program
 from common.engine.slot_cache import SlotContext
 from common.engine.tape import Summary, Tape
+from common.sched.budget import ALL_JOINT_SIZES
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,10 @@ log = logging.getLogger(__name__)
 MAX_PROGRAMS = 192
 # A recording takes about two steps' time, the second with what is made of it about four: not for rare batch sizes.
 NUM_BEFORE = 3
-# Of a sequence in a warm-up, and what the recurrent states of one may take in all: a recording takes ten times that.
-WARM_UP_TOKENS, MAX_WARM_UP_BYTES = 3, 32 << 20
+# What the recurrent states of a warm-up may take in all: a recording takes ten times that.
+MAX_WARM_UP_BYTES = 32 << 20
+# Its forwards of each kind: the first is not recorded, the second is, the third makes a program of it.
+NUM_WARM_UP_STEPS = 3
 
 Run = Callable[[], torch.Tensor]
 
@@ -59,12 +62,12 @@ class Replay:
         self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
         self._memory: torch.Tensor | None = None  # of the recurrent states that the entries are about
 
-    def is_recorded(self, num_rows: int, memory: torch.Tensor | None = None) -> bool:
-        """Whether steps of so many rows, without a chunk, are repeated from now on.
+    def is_recorded(self, num_rows: int, num_chunk: int, memory: torch.Tensor | None = None) -> bool:
+        """Whether steps of so many rows, and so many tokens of a chunk, are repeated from now on.
 
         `memory`: of the recurrent states of a batch, as it is now.
         """
-        entry = self._entries.get((num_rows, num_rows)) if memory is self._memory else None
+        entry = self._entries.get((num_rows + num_chunk, num_rows)) if memory is self._memory else None
         return entry is not None and entry.program is not None
 
     @property
@@ -163,11 +166,29 @@ def warm_up_sizes(max_rows: int, row_bytes: int) -> list[int]:
     return sizes[-1:] + sizes[:-1] if row_bytes else sizes
 
 
-def warm_up_starts(num_rows: int) -> Iterator[list[int]]:
-    """Where the rows of each forward begin that it takes, on slots of WARM_UP_TOKENS: the first is not recorded."""
-    yield [0] * num_rows
-    yield [1] * num_rows
-    yield [1 + i % 2 for i in range(num_rows)]
+def warm_up_kinds(max_rows: int, row_bytes: int, max_chunk: int) -> Iterator[tuple[int, int]]:
+    """Numbers of rows, and of tokens of a chunk beside them, to have recorded, in order."""
+    sizes = warm_up_sizes(max_rows, row_bytes)
+    yield from ((num_rows, 0) for num_rows in sizes)
+    chunks = [size for size in ALL_JOINT_SIZES if size <= max_chunk]
+    yield from ((num_rows, num_chunk) for num_rows in sizes for num_chunk in chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpStep:
+    """One forward of a warm-up. `starts`: where each row begins, those of the chunk, on a slot of its own, last."""
+
+    num_rows: int
+    num_chunk: int
+    starts: list[int]
+
+
+def warm_up_steps(num_rows: int, num_chunk: int) -> Iterator[WarmUpStep]:
+    """What it takes to have one kind recorded. Rows begin elsewhere each time, since nothing may depend on that."""
+    for step in range(NUM_WARM_UP_STEPS):
+        rows = [min(step, 1) + (i % 2 if step == NUM_WARM_UP_STEPS - 1 else 0) for i in range(num_rows)]
+        chunk = range(step * num_chunk, (step + 1) * num_chunk)
+        yield WarmUpStep(num_rows, num_chunk, [*rows, *chunk])
 
 
 def _current(context: SlotContext) -> contextlib.AbstractContextManager[None]:

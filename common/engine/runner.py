@@ -35,7 +35,13 @@ from common.engine.probe import (
     probe,
     stable_context,
 )
-from common.engine.replay import WARM_UP_TOKENS, Replay, warm_up_sizes, warm_up_starts
+from common.engine.replay import (
+    NUM_WARM_UP_STEPS,
+    Replay,
+    WarmUpStep,
+    warm_up_kinds,
+    warm_up_steps,
+)
 from common.engine.sampler import sample, token_logprobs
 from common.engine.slot_cache import SlotCache, SlotContext, StateComplete, StateIndex
 from common.engine.state import SlotState
@@ -206,17 +212,25 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, max_rows: int) -> bool:
-        """Run a step on throwaway state, so that steps of up to `max_rows` rows are recorded; False: all are."""
+        """Run a step on throwaway state, so that steps of up to `max_rows` rows are recorded; False: all are.
+
+        Alone first, then with each size of a chunk in the same forward.
+        """
         if self._warming is None:
             self._warming = self._warm_up(max_rows)
         return next(self._warming, False)
 
     def _warm_up(self, max_rows: int) -> Iterator[bool]:
         slots: list[SlotState] = []
+        long: list[SlotState] = []  # the one of a chunk
         try:
-            for num_rows, starts in self._warm_up_steps(max_rows):
-                slots += [self.new_slot(WARM_UP_TOKENS) for _ in range(num_rows - len(slots))]
-                self._row_logits(slots[:num_rows], starts, [[0]] * num_rows, num_rows, records=True)
+            for step in self._warm_up_steps(max_rows):
+                slots += [self.new_slot(NUM_WARM_UP_STEPS) for _ in range(step.num_rows - len(slots))]
+                if step.num_chunk and step.starts[-step.num_chunk] == 0:  # rows of a window do not come back
+                    _free(long)
+                    long = [self.new_slot(NUM_WARM_UP_STEPS * step.num_chunk)]
+                rows = slots[: step.num_rows] + long * step.num_chunk
+                self._row_logits(rows, step.starts, [[0]] * len(rows), step.num_rows, records=True)
                 yield True
             log.info("decode steps are recorded programs=%d", self._replay.num_programs)
         except (RequestFailed, RuntimeError, MemoryError) as e:
@@ -224,23 +238,24 @@ class Runner:
                 raise
             log.warning("no memory to record decode steps before they are needed: %s", e)
         finally:
-            for slot in slots:
-                slot.free()
+            _free(slots + long)
             if self._replay.reason:
                 self._batch.clear()
 
-    def _warm_up_steps(self, max_rows: int) -> Iterator[tuple[int, list[int]]]:
+    def _warm_up_steps(self, max_rows: int) -> Iterator[WarmUpStep]:
         # What was recorded is lost when more sequences than ever decode together meanwhile: then once more.
         for _ in range(WARM_UP_ROUNDS):
-            for num_rows in warm_up_sizes(max_rows, self._fixed.num_bytes):
-                for starts in warm_up_starts(num_rows):
+            max_chunk = self._options.room if self.takes_chunks else 0
+            for num_rows, num_chunk in warm_up_kinds(max_rows, self._fixed.num_bytes, max_chunk):
+                for step in warm_up_steps(num_rows, num_chunk):
                     if self._replay.reason:
                         return
-                    if not self._is_recorded(num_rows):
-                        yield num_rows, starts
+                    if not self._is_recorded(num_rows, num_chunk):
+                        yield step
 
-    def _is_recorded(self, num_rows: int) -> bool:
-        return self._replay.is_recorded(num_rows, self._batch.memory if self._fixed.num_bytes else None)
+    def _is_recorded(self, num_rows: int, num_chunk: int = 0) -> bool:
+        memory = self._batch.memory if self._fixed.num_bytes else None
+        return self._replay.is_recorded(num_rows, num_chunk, memory)
 
     def _row_logits(
         self,
@@ -375,6 +390,11 @@ def _failed(rows: Sequence[seq.Sequence]) -> dict[int, RequestFailed]:
         except RequestFailed as error:
             failed[i] = error
     return failed
+
+
+def _free(slots: list[SlotState]) -> None:
+    for slot in slots:
+        slot.free()
 
 
 def _own(slots: list[Slot]) -> list[SlotState]:

@@ -17,6 +17,8 @@ MIN_TOKENS = 4
 MULTIPLE = 4
 # Chunks that share one forward with decode rows have one of these sizes: an engine prepares for each (replay.py).
 JOINT_SIZES = (4, 8, 16, 24, 32, 48, 64)
+# And the last tokens of a prompt.
+ALL_JOINT_SIZES = (*range(1, JOINT_SIZES[0]), *JOINT_SIZES)
 # One in so many steps goes without a chunk, to see how long decode rows take alone; so many in a row at most, since
 # the first ones of a new number of rows tell nothing.
 QUIET_EVERY, QUIET_TRIES = 24, 6

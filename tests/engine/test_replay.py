@@ -21,6 +21,7 @@ from common.errors import RequestFailed
 from common.layout import StateLayout, StateSpec, TensorSpec
 from common.request import SamplingParams
 from common.sched import sequence as seq
+from common.sched.budget import ALL_JOINT_SIZES
 from tests.engine.families import FAMILIES
 
 
@@ -223,10 +224,10 @@ def decode(own: Runner, warm_up_rows: int = 0) -> list[list[Any]]:
     return found
 
 
-def make_runner(tools, model: Any) -> Runner:
+def make_runner(tools, model: Any, room: int = 16) -> Runner:
     accelerate(model)
     accelerate_norms(model)
-    return Runner(tools.loaded(model), RunnerOptions(room=16))
+    return Runner(tools.loaded(model), RunnerOptions(room=room))
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES.values() if not f.refused], ids=lambda f: f.name)
@@ -242,7 +243,7 @@ def test_repeated_steps_give_the_same_bits(tools, family, caplog) -> None:
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES.values() if not f.refused], ids=lambda f: f.name)
 def test_after_a_warm_up_every_step_is_a_repetition(tools, family) -> None:
-    plain, warm, between = (make_runner(tools, family.model()) for _ in range(3))
+    plain, warm, between = (make_runner(tools, family.model(), room=4) for _ in range(3))
     plain._replay.reason = "not wanted"
     expected = decode(plain)
     while warm.warm_up(5):
@@ -250,8 +251,10 @@ def test_after_a_warm_up_every_step_is_a_repetition(tools, family) -> None:
     assert decode(warm) == expected
     assert warm._replay.num_repeated == NUM_STEPS
     assert decode(between, warm_up_rows=5) == expected
-    assert between._replay.num_programs == 5
-    assert not between.warm_up(5)
+    while between.warm_up(5):
+        pass
+    sizes = [size for size in ALL_JOINT_SIZES if size <= 4 and warm.takes_chunks]
+    assert between._replay.num_programs == warm._replay.num_programs == 5 * (1 + len(sizes))
 
 
 def test_a_warm_up_without_memory_ends(tools, monkeypatch, caplog) -> None:
@@ -318,8 +321,8 @@ def test_a_warm_up_leaves_no_state_behind(tools, family, monkeypatch) -> None:
     monkeypatch.setattr(own, "new_slot", lambda num_tokens: made.append(new_slot(num_tokens)) or made[-1])
     while own.warm_up(3):
         pass
-    assert len(made) == 3
-    assert [slot.num_bytes for slot in made] == [{}] * 3
+    assert len(made) >= 3
+    assert all(slot.num_bytes == {} for slot in made)
 
 
 def test_running_out_of_memory_ends_a_warm_up_and_nothing_else(tools, monkeypatch, caplog) -> None:
