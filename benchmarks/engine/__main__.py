@@ -10,19 +10,16 @@ import argparse
 import asyncio
 import json
 import os
-import re
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from benchmarks.cluster import prfaas_home
 from benchmarks.engine import machine, report
 from benchmarks.engine.cells import run_cell, together
-from benchmarks.engine.client import BadAnswer, Client
+from benchmarks.engine.client import BadAnswer, Client, get_ready
 from benchmarks.engine.engines import ENGINES, Engine, Setting, Unavailable, make_server
 from benchmarks.engine.options import parse, sizes_of
 from benchmarks.engine.packed import packed
@@ -30,7 +27,7 @@ from benchmarks.engine.server import CannotStart
 from benchmarks.engine.workload import Cell, Prompts, rotated
 
 Document = dict[str, Any]
-START_TIMEOUT_S, READY_TIMEOUT_S = 900.0, 300.0
+START_TIMEOUT_S = 900.0
 WARM_PROMPT, WARM_OUTPUT = 300, 8
 AGREE_PROMPT, AGREE_OUTPUT = 24, 32
 
@@ -174,16 +171,6 @@ async def warm_up(client: Client, prompts: Prompts, setting: Setting, number: in
     widest = max([1, *(c.size for c in setting.cells if c.kind == "decode")])
     await client.stream(prompts.take(WARM_PROMPT, (number, "warm", 0)), 1)
     await together(client, prompts.several(widest, 16, (number, "warm-all")), WARM_OUTPUT)
-
-
-async def get_ready(url: str) -> None:
-    """decoded records decode steps while it is idle after its start; the others have done so before they are up."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as session, asyncio.timeout(READY_TIMEOUT_S):
-        while True:
-            async with session.get(f"{url}/metrics") as answer:
-                if re.search(r"^prfaas_engine_warm 1", await answer.text(), re.MULTILINE):
-                    return
-            await asyncio.sleep(1.0)
 
 
 def add_bound(record: report.Record, engine: Engine, about: dict[str, Any], read_bps: float) -> None:

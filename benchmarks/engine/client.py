@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,17 @@ from typing import Any
 
 import aiohttp
 
-TIMEOUT_S = 1800.0
+TIMEOUT_S, READY_TIMEOUT_S = 1800.0, 300.0
+
+
+async def get_ready(url: str) -> None:
+    """Until decoded has recorded decode steps, as it does while idle after its start. Raises TimeoutError."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as session, asyncio.timeout(READY_TIMEOUT_S):
+        while True:
+            async with session.get(f"{url}/metrics") as answer:
+                if re.search(r"^prfaas_engine_warm 1", await answer.text(), re.MULTILINE):
+                    return
+            await asyncio.sleep(1.0)
 
 
 class BadAnswer(RuntimeError):

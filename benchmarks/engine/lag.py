@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.cli import NAMED, make_parser
 from benchmarks.cluster import prfaas_home
 from benchmarks.engine.cells import Figures, run_mixed
-from benchmarks.engine.client import Client
+from benchmarks.engine.client import Client, get_ready
 from benchmarks.engine.engines import ENGINES, Setting, make_server
 from benchmarks.engine.options import MODELS, merge_overrides, override
 from benchmarks.engine.stats import Spread, histogram_percentile
@@ -100,6 +100,7 @@ def run(model: Path, setting: Setting, num_rounds: int) -> list[Figures]:
 async def _rounds(url: str, prompts: Prompts, sizes: Sizes, num_rounds: int) -> list[Figures]:
     async with Client(url) as client:
         await client.stream(prompts.take(300, (0, "warm", 0)), 16)
+        await get_ready(url)
         return [await measure(client, prompts, sizes, number) for number in range(num_rounds)]
 
 
