@@ -18,7 +18,7 @@ ALL_MARKS := $(shell [ "$$(id -u)" = 0 ] && [ -c /dev/net/tun ] || echo 'not wan
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model models tiny-hybrid demo test test-all check bench bench-engine bench-lag bench-transport clean
+.PHONY: help setup model models tiny-hybrid demo test test-all check bench bench-engine bench-lag bench-transport bench-codecs clean
 
 help: ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,8 +69,11 @@ bench-engine: models ## our engine against transformers, vLLM and llama.cpp (ARG
 bench-lag: models ## event-loop lag and ITL of running streams while a long prompt is prefilled locally
 	@$(BIN)/python -m benchmarks.engine.lag $(ARGS)
 
-bench-transport: setup ## the transport alone against iperf3, and plain sockets over emulated links (needs iperf3; root)
+bench-transport: setup ## the transport alone against iperf3, plain sockets and other engines (needs iperf3; root)
 	@$(BIN)/python -m benchmarks.transport $(ARGS)
+
+bench-codecs: models tiny-hybrid ## codecs on real state: bytes, speed, and how much of what models say stays the same
+	@$(BIN)/python -m benchmarks.codecs $(ARGS)
 
 clean: ## remove .venv, build outputs and caches of the checkout (models in PRFAAS_HOME stay)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -14,7 +14,7 @@ event loop unless said otherwise. Nothing here knows torch, sockets or HTTP.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -27,12 +27,14 @@ class PrefillTask:
     """Compute the state of prompt tokens [start, len(tokens)): `tokens` already lacks the last prompt token.
 
     `start` > 0 means the receiver holds [0, start); what the engine itself must recompute for that is its own affair.
+    With `is_pushed` that state is put into the job's `sink`, and nothing is computed before `import_done`.
     """
 
     request_id: str
     tokens: tuple[int, ...]
     start: int = 0
     priority: int = 0
+    is_pushed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,13 @@ class Marks:
     joined_at: float = 0.0
 
 
+class StateSource(Protocol):
+    """State that is there already."""
+
+    def segments(self, num_tokens: int) -> Iterator[ComputedSegment]:
+        """All that a continuation at `num_tokens` needs, in parts; unchanged until whoever asked is done with them."""
+
+
 class PrefillJob(Protocol):
     """A running prefill; `marks.prefill_started_at` is set before the first item comes.
 
@@ -80,6 +89,13 @@ class PrefillJob(Protocol):
     def marks(self) -> Marks: ...
 
     def __aiter__(self) -> AsyncIterator[ComputedSegment | ChunkDone]: ...
+
+    @property
+    def sink(self) -> StateSink:
+        """Memory for the state of [0, start), of a task with `is_pushed`."""
+
+    def import_done(self) -> None:
+        """That state is in place and verified: computing goes on from there."""
 
     def set_paused(self, paused: bool) -> None:
         """Back-pressure: a paused job gets no further chunk until it is resumed; the running chunk ends first."""
@@ -111,6 +127,10 @@ class Generation(Protocol):
         """Memory for one transfer, fresh but for what was kept. Every access starts over: what else an earlier sink
         holds, or still gets written by a straggler, is no longer part of the sequence.
         """
+
+    @property
+    def source(self) -> StateSource:
+        """What was kept of an earlier transfer."""
 
     def keep(self, num_tokens: int) -> None:
         """A transfer into the latest sink failed, but [0, num_tokens) of it was verified, every layer can continue

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Generic, TypeVar
 
 from common.backend import (
@@ -23,13 +23,15 @@ from common.backend import (
     PrefillJob,
     PrefillTask,
     StateSink,
+    StateSource,
 )
 from common.errors import EngineDead, RequestFailed
-from common.layout import ModelInfo
+from common.layout import ModelInfo, StateLayout
 from common.request import PromptLogprobs, Request, TokenOutput
 from common.sched.executor import Executor, Slot
 from common.sched.scheduler import ChoiceEnded, Event, Scheduler
 from common.sched.sequence import Sequence
+from common.sched.specs import plan_segments
 from common.worker import EngineWorker, Factory, Item, WorkerOptions
 
 T = TypeVar("T")
@@ -146,6 +148,21 @@ class LocalSink:
         self._slot.landed(start, stop, layers)
 
 
+class LocalSource:
+    """State that a slot holds, in parts."""
+
+    def __init__(self, layout: StateLayout, slot: Slot, options: WorkerOptions) -> None:
+        self._layout, self._slot, self._options = layout, slot, options
+
+    def segments(self, num_tokens: int) -> Iterator[ComputedSegment]:
+        """All that a continuation at `num_tokens` needs, cut as a prefill's state is."""
+        for start in range(0, num_tokens, self._options.chunk_tokens):
+            span = (start, min(start + self._options.chunk_tokens, num_tokens))
+            for plan in plan_segments(self._layout, span, (0, num_tokens), self._options.segment_bytes):
+                buffers = self._slot.exported(plan.start, plan.stop, plan.layers)
+                yield ComputedSegment(plan.start, plan.stop, plan.layers, buffers, time.monotonic())
+
+
 class _Outputs(Generic[T]):
     """What an owner of sequences puts out: a queue that ends once, with or without an error."""
 
@@ -215,6 +232,11 @@ class LocalGeneration(_Outputs[TokenOutput | PromptLogprobs]):
             slot.prepare_import(self._request.num_prompt_tokens - 1)
         self._has_sink = True
         return LocalSink(slot)
+
+    @property
+    def source(self) -> StateSource:
+        """What was kept of an earlier transfer; it stays as it is until something lands in the next sink."""
+        return LocalSource(self._backend.info.layout, self._seq.slot, self._backend.worker.options)
 
     def keep(self, num_tokens: int) -> None:
         """[0, num_tokens) of the latest sink is verified, and nobody writes to it any more.
@@ -321,9 +343,29 @@ class LocalPrefill(_Outputs[ComputedSegment | ChunkDone]):
             slot=backend.executor.new_slot(len(task.tokens)),
             start=task.start,
             priority=task.priority,
+            is_held=task.is_pushed,
         )
+        self._is_pushed = task.is_pushed
+        if task.is_pushed:
+            seq.slot.prepare_import(task.start)
         backend._owners[self] = None
         backend.worker.post(lambda scheduler: scheduler.add(seq))
+
+    @property
+    def sink(self) -> StateSink:
+        """Memory for the state of [0, start)."""
+        return LocalSink(self._seq.slot)
+
+    def import_done(self) -> None:
+        """That state is in place: computing goes on from there."""
+
+        def join(scheduler: Scheduler) -> list[Event]:
+            self._seq.num_computed_tokens, self._seq.is_held = self._seq.start, False
+            return scheduler.advance(self._seq)
+
+        if self._is_pushed:
+            self._is_pushed = False
+            self._backend.worker.post(join)
 
     def set_paused(self, paused: bool) -> None:
         """No further chunk while paused; the running one ends first."""

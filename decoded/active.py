@@ -204,11 +204,13 @@ class ActiveRequest:
         try:
             if client is None:
                 raise TransferError(f"peer {peer} left the configuration")
+            pushes = self._pushes(client)
             self._attempt = start_remote(
                 client,
                 generation,
                 self.request,
                 start=self._kept_tokens,
+                pushes=pushes,
                 now=sent_at,
                 progress_timeout_s=self._dispatcher.settings.progress_timeout_s,
                 has_alternative=lambda: self._dispatcher.has_ready_peer(other_than=peer),
@@ -239,6 +241,14 @@ class ActiveRequest:
         generation.import_done(self.request.num_prompt_tokens - 1)
         return None
 
+    def _pushes(self, client: PeerClient) -> bool:
+        """Whether the peer gets what is kept; the decision says why."""
+        if not self._kept_tokens:
+            return False
+        plan = self._dispatcher.plan_push(client, self._kept_tokens)
+        self.decisions[-1]["terms"] |= plan.terms
+        return plan.pushes
+
     async def _keep_verified(self, generation: Generation, attempt: RemoteAttempt) -> None:
         """What was verified before the failure need not be computed and sent again."""
         num_kept = await attempt.verified_tokens()
@@ -255,6 +265,9 @@ class ActiveRequest:
         """Bytes crossed whether or not anything came of them."""
         self._dispatcher.metrics.wire_bytes.labels(peer).inc(transfer.wire_bytes)
         self._dispatcher.metrics.raw_bytes.labels(peer).inc(transfer.raw_bytes)
+        if transfer.pushed_bytes:
+            self._dispatcher.metrics.pushed_bytes.labels(peer).inc(transfer.pushed_bytes)
+            self.decisions[-1]["pushed_bytes"] = transfer.pushed_bytes
 
     def _note(self, decision: RouteDecision) -> None:
         report = self.report

@@ -105,6 +105,11 @@ class RoutingConfig(Section):
     threshold_tokens: Threshold = key(
         1000, 'Uncached prompt tokens above which prefill goes remote: 0 sends all, "inf" none.'
     )
+    push: Literal["auto", "always", "never"] = key(
+        "auto",
+        "Whether the state that is left of a failed remote prefill is sent to the next peer, which computes it again"
+        ' otherwise. "auto": where that is quicker.',
+    )
 
 
 class FallbackConfig(Section):

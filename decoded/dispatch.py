@@ -17,11 +17,13 @@ from typing import Any
 from common.backend import Backend, BackendStats
 from common.daemon import version_facts
 from common.errors import Draining, InvalidRequest, Overloaded, PdError
+from common.hosts import is_loopback
 from common.layout import ModelInfo
 from common.net.pool import PeerClient
 from common.policy.admission import AdmissionController
 from common.policy.costs import LocalRates
 from common.policy.fallback import FallbackBudget
+from common.policy.push import LOOPBACK_BPS, PushMode, PushPlan, plan_push
 from common.policy.routing import Mode, RouteDecision, decide
 from common.policy.views import Demand, PeerView, RequestView
 from common.request import Request, RequestReport
@@ -43,6 +45,7 @@ class DispatchSettings:
     max_attempts: int
     progress_timeout_s: float
     stall_s: float
+    push: PushMode = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +191,19 @@ class Dispatcher:
         if (seconds := rates.prefill_s(view.num_uncached_tokens, stats.num_rows)) is not None:
             decision.terms["predicted_local_prefill_s"] = round(seconds, 3)
         return decision
+
+    def plan_push(self, client: PeerClient, num_kept_tokens: int) -> PushPlan:
+        """Whether this peer gets the state that is left of attempts that failed."""
+        # The way out is taken for as wide as the way in, of any peer: what is shared is this site's line.
+        known = (peer.load.get("path_capacity_bps", 0.0) for peer in self.peers())
+        path_bps = LOOPBACK_BPS if is_loopback(client.host) else max(known, default=0.0)
+        return plan_push(
+            self.settings.push,
+            self.info.layout.transfer_bytes(0, num_kept_tokens),
+            path_bps,
+            num_kept_tokens,
+            client.load.get("prefill_tokens_per_s", 0.0),
+        )
 
     def client(self, name: str) -> PeerClient | None:
         """The peer of that name, if it is still configured."""

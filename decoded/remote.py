@@ -83,11 +83,12 @@ def start_remote(
     request: Request,
     *,
     start: int,
+    pushes: bool,
     now: float,
     progress_timeout_s: float,
     has_alternative: Callable[[], bool],
 ) -> RemoteAttempt:
-    """Send Prefill for prompt tokens [0, n-1), of which [0, start) is held.
+    """Send Prefill for prompt tokens [0, n-1), of which [0, start) is held and, if `pushes`, sent to the peer.
 
     Raises PeerDraining or LinkLost when the peer is not ready.
     """
@@ -98,8 +99,10 @@ def start_remote(
         deadline_s=request.deadline_s,
         priority=request.priority,
         tenant_salt=b"",
+        pushes=pushes,
     )
-    prefill = client.prefill(wanted, generation.sink)
+    source = generation.source if pushes else None
+    prefill = client.prefill(wanted, generation.sink, source)
     return RemoteAttempt(client, prefill, now, progress_timeout_s, has_alternative)
 
 

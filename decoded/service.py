@@ -284,4 +284,5 @@ def _settings(config: DecodeConfig) -> DispatchSettings:
         max_attempts=config.fallback.attempts,
         progress_timeout_s=config.stream.progress_timeout,
         stall_s=config.health.stall,
+        push=config.routing.push,
     )

@@ -82,6 +82,7 @@ class PrefillMetrics:
             buckets=_BUCKETS,
             registry=r,
         )
+        self._make_push_metrics(r)
         self._make_link_metrics(r)
         self.running = Gauge("prfaas_running_requests", "Prefill requests admitted and not finished.", registry=r)
         self.queued = Gauge("prfaas_queued_requests", "Prefill requests waiting for admission.", registry=r)
@@ -91,6 +92,19 @@ class PrefillMetrics:
         )
         self.draining = Gauge("prfaas_draining", "1 while draining, else 0.", registry=r)
         self._show_known_labels()
+
+    def _make_push_metrics(self, r: CollectorRegistry) -> None:
+        self.pushed_tokens = Counter(
+            "prfaas_pushed_prompt_tokens_total",
+            "Prompt tokens whose state a decoded sent, so that it was not computed here.",
+            registry=r,
+        )
+        self.push_s = Histogram(
+            "prfaas_push_seconds",
+            "Seconds from the permission to push a prefix until all of it was there; one sample is one request.",
+            buckets=_BUCKETS,
+            registry=r,
+        )
 
     def _make_link_metrics(self, r: CollectorRegistry) -> None:
         self.sessions = Gauge("prfaas_sessions", "decodeds whose control link is open.", registry=r)

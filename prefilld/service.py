@@ -255,6 +255,7 @@ class PrefillService:
             "num_running": len(self._admission.running),
             "num_queued": len(self._admission.queue),
             "num_queued_tokens": tokens,
+            "prefill_tokens_per_s": self._backend.stats().alone_tokens_per_s,
         }
 
     def _on_refused(self, closed: Closed, address: str) -> None:

@@ -167,10 +167,14 @@ class StreamHandler:
         await stream.accept(num_queued=len(self.admission.queue))
         await self._admitted[record.key].wait()
         request = stream.request
-        task = PrefillTask(record.request_id, tuple(request.tokens), request.start, request.priority)
+        task = PrefillTask(
+            record.request_id, tuple(request.tokens), request.start, request.priority, is_pushed=request.pushes
+        )
         job: PrefillJob | None = None
         try:
             job = self.backend.prefill(task)
+            if request.pushes:
+                await self._take_push(stream, job, record)
             record.stage = "prefill"
             await self._pump(stream, job, record)
             record.stage = "sending"
@@ -184,6 +188,15 @@ class StreamHandler:
                 job.release()
         self.metrics.prefill_s.observe(record.computing_s)
         return "ok"
+
+    async def _take_push(self, stream: ServerStream, job: PrefillJob, record: StreamRecord) -> None:
+        record.stage = "receiving the prefix"
+        began = _now()
+        await stream.take_push(job.sink)
+        job.import_done()
+        record.num_computed_tokens = stream.request.start
+        self.metrics.pushed_tokens.inc(stream.request.start)
+        self.metrics.push_s.observe(_now() - began)
 
     async def _pump(self, stream: ServerStream, job: PrefillJob, record: StreamRecord) -> None:
         """Move what the engine computes to the links; pause the job while too much is unacknowledged."""

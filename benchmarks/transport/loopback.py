@@ -1,4 +1,7 @@
-"""Session goodput over loopback against iperf3 with one stream, alternating; CPU seconds per GB of both ends."""
+"""Session goodput over loopback against iperf3 with one stream and other transfer engines, alternating.
+
+Also CPU seconds per GB of both ends.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ import json
 import socket
 import subprocess
 import time
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from benchmarks.transport.pair import Process, pair
+from benchmarks.transport.peers import Peer, environment
 
 STATE_BYTES = 64 << 20
 # What is in one segment, and in one frame: "large pieces".
@@ -20,23 +26,31 @@ SETUP = {
 }
 
 
-def measure(rounds: int, num_requests: int, seconds: int) -> list[dict[str, Any]]:
+def measure(rounds: int, num_requests: int, seconds: int, peers: list[Peer]) -> list[dict[str, Any]]:
     """One record per round and sender: bytes per second, CPU seconds per GB at the sender and the receiver."""
     records = []
-    with pair("ends", SETUP) as ends:
-        ours(ends, 2)  # memory is touched, connections are warm
+    with ExitStack() as stack:
+        own = {"prfaas": stack.enter_context(pair("ends", SETUP))}
+        for peer in peers:
+            setup = {"max_bytes": STATE_BYTES, **peer.setup}
+            own[peer.name] = stack.enter_context(pair(peer.module, setup, env=environment(peer)))
+        for ends in own.values():
+            fetched(ends, 2)  # memory is touched, connections are warm
+        turns = [*((name, partial(fetched, ends, num_requests)) for name, ends in own.items())]
+        turns.insert(1, ("iperf3", partial(iperf3, seconds)))
         for number in range(rounds):
-            turns = [("prfaas", lambda: ours(ends, num_requests)), ("iperf3", lambda: iperf3(seconds))]
             for name, run in turns if number % 2 == 0 else reversed(turns):
                 records.append({"round": number, "sender": name, **run()})
     return records
 
 
-def ours(ends: tuple[Process, Process], num_requests: int) -> dict[str, float]:
+def fetched(ends: tuple[Process, Process], num_requests: int) -> dict[str, float]:
     """64 MiB of state per request, raw, two requests at a time."""
     serve, fetch = ends
     before = serve.ask()["cpu_s"]
     took = fetch.ask(num_bytes=STATE_BYTES, num_requests=num_requests, concurrency=2)
+    if "error" in took:
+        raise RuntimeError(took["error"])
     num_gb = num_requests * STATE_BYTES / 1e9
     return {
         "gb_per_s": num_gb / took["wall_s"],

@@ -1,7 +1,7 @@
 """Both ends of Mooncake's transfer engine over TCP, as pair.py drives them. Runs with peers.py's packages on the path.
 
-    serve    holds `max_bytes` of registered memory until stdin ends; each line of input is answered with CPU seconds
-    fetch    reads as each line says: {"num_bytes", "num_requests", "concurrency"}; answers what it took, or an error
+serve    holds `max_bytes` of registered memory until stdin ends; each line of input is answered with CPU seconds
+fetch    reads as each line says: {"num_bytes", "num_requests", "concurrency"}; answers what it took, or an error
 """
 
 from __future__ import annotations

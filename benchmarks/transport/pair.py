@@ -1,8 +1,9 @@
-"""Two processes of ends.py or raw.py, here or at the ends of an emulated link, and lines to and from them."""
+"""Two processes of ends.py or another sender, here or at the ends of an emulated link, and lines to and from them."""
 
 from __future__ import annotations
 
 import json
+import selectors
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,8 +33,13 @@ class Process:
         self.popen.stdin.write(json.dumps(line) + "\n")
         self.popen.stdin.flush()
 
-    def hear(self) -> dict[str, Any]:
-        """The next line. Raises RuntimeError when the process has ended instead."""
+    def hear(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """The next line. Raises RuntimeError when the process has ended instead, TimeoutError when nothing came."""
+        if timeout_s is not None and self.popen.stdout is not None:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self.popen.stdout, selectors.EVENT_READ)
+                if not selector.select(timeout_s):
+                    raise TimeoutError(f"nothing came within {timeout_s:g} s")
         line = self.popen.stdout.readline() if self.popen.stdout is not None else ""
         if not line:
             raise RuntimeError(f"{self.popen.args!r:.200} ended with status {self.popen.wait()}")
@@ -42,13 +48,15 @@ class Process:
 
 
 @contextmanager
-def pair(module: str, setup: dict[str, Any], wan: Wan | None = None) -> Iterator[tuple[Process, Process]]:
+def pair(
+    module: str, setup: dict[str, Any], wan: Wan | None = None, env: dict[str, str] | None = None
+) -> Iterator[tuple[Process, Process]]:
     """`module`'s serving end (at A) and fetching end (at B), connected; both are gone afterwards."""
-    setup = setup | ({"host": ADDRESS["A"]} if wan is not None else {})
-    serve = Process(_start(module, "serve", setup, wan))
+    setup = setup | ({"host": ADDRESS["A"], "fetch_host": ADDRESS["B"]} if wan is not None else {})
+    serve = Process(_start(module, "serve", setup, wan, env))
     fetch = None
     try:
-        fetch = Process(_start(module, "fetch", setup | serve.hear(), wan))
+        fetch = Process(_start(module, "fetch", setup | serve.hear(), wan, env))
         fetch.hear()
         yield serve, fetch
     finally:
@@ -58,9 +66,11 @@ def pair(module: str, setup: dict[str, Any], wan: Wan | None = None) -> Iterator
                 process.popen.wait()
 
 
-def _start(module: str, role: str, setup: dict[str, Any], wan: Wan | None) -> subprocess.Popen[str]:
+def _start(
+    module: str, role: str, setup: dict[str, Any], wan: Wan | None, env: dict[str, str] | None
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", f"benchmarks.transport.{module}", role, json.dumps(setup)]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT, "env": env}
     if wan is None:
         return subprocess.Popen(command, **pipes)
     return wan.popen("A" if role == "serve" else "B", *command, **pipes)

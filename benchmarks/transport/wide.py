@@ -12,10 +12,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.transport.pair import Process, pair
+from benchmarks.transport.peers import Peer, environment
 from benchmarks.wan.wan import Wan
 
 SMALL_BYTES, LARGE_BYTES = 4 << 20, 32 << 20
 PAUSE_S = 1.0
+# Other engines get so long for a transfer.
+PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,9 @@ def plain(ends: tuple[Process, Process]) -> Sender:
 
 
 def measure(
-    path: Path, *, num_links: int, congestion_control: str, seconds: float, rounds: int
+    path: Path, *, num_links: int, congestion_control: str, seconds: float, rounds: int, peers: list[Peer]
 ) -> list[dict[str, Any]]:
-    """One record per round and sender."""
+    """One record per round and sender; of other engines a single one."""
     options = {"data_links": num_links, "congestion_control": congestion_control}
     raw = {"num_links": num_links, "congestion_control": congestion_control}
     records = []
@@ -106,7 +109,30 @@ def measure(
             for sender in senders if number % 2 == 0 else reversed(senders):
                 figures = _turn(sender, path, seconds if number == 0 else 0)
                 records.append({"path": asdict(path), "round": number, "sender": sender.name, **figures})
+    for peer in peers:
+        records.append({"path": asdict(path), "round": 0, "sender": peer.name, **_other(peer, path)})
     return records
+
+
+def _other(peer: Peer, path: Path) -> dict[str, Any]:
+    """4 and 32 MiB by another engine over a fresh link, warmed by 4 MiB; "error" where it did not get so far."""
+    figures: dict[str, Any] = {}
+    setup = {"max_bytes": LARGE_BYTES, **peer.setup}
+    try:
+        with (
+            Wan(rate_mbit=path.rate_mbit, delay_ms=path.rtt_ms / 2, loss=path.loss) as wan,
+            pair(peer.module, setup, wan, environment(peer)) as (_, fetch),
+        ):
+            for name, num_bytes in (("warm_s", SMALL_BYTES), ("small_s", SMALL_BYTES), ("large_s", LARGE_BYTES)):
+                time.sleep(PAUSE_S)
+                fetch.tell(num_bytes=num_bytes, num_requests=1, concurrency=1)
+                took = fetch.hear(PATIENCE_S)
+                if "error" in took:
+                    return figures | {"error": f"{name}: {took['error']} after {took['wall_s']:.1f} s"}
+                figures[name] = took["wall_s"]
+    except (TimeoutError, RuntimeError) as e:
+        return figures | {"error": f"after {len(figures)} transfers: {e}"[:200]}
+    return figures
 
 
 def _turn(sender: Sender, path: Path, seconds: float) -> dict[str, float]:

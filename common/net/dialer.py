@@ -17,6 +17,7 @@ from typing import Protocol
 
 from common.errors import TLS_KINDS, LinkLost, PdError
 from common.hosts import is_loopback
+from common.net.codecs import CodecPool
 from common.net.link import Link, LinkOwner
 from common.net.options import LinkOptions
 from common.net.tls import CertificateFacts, TlsChannel
@@ -63,6 +64,9 @@ class DialerOwner(Protocol):
 
     def open_piece(self, link: Link, stream_id: int, piece: Piece, num_bytes: int) -> Target: ...
 
+    def pump(self) -> None:
+        """A link has room."""
+
 
 class _LinkClosed(Exception):
     """A link closed before it was open."""
@@ -83,6 +87,8 @@ class Dialer(LinkOwner):
     ) -> None:
         self.host, self.port, self.config, self.options, self.owner = host, port, config, options, owner
         self.tls: MakeTls | None = None
+        self.codecs: CodecPool | None = None
+        """Seals what is sent over data links."""
         self.control: Link | None = None
         self.data: dict[int, Link] = {}
         self.num_data_links = options.data_links or (1 if is_loopback(host) else FIRST_LINKS)
@@ -179,7 +185,7 @@ class Dialer(LinkOwner):
                 self.config, handshake, now, lambda s, piece, num: self.owner.open_piece(link, s, piece, num)
             )
 
-        link = Link(self, make, tls=self.tls if index == 0 else None)
+        link = Link(self, make, tls=self.tls if index == 0 else None, codecs=self.codecs)
         link.on_lost = lost.set
         opened = self._opening[link] = loop.create_future()
         is_handed_on = False
@@ -239,7 +245,8 @@ class Dialer(LinkOwner):
         self.owner.link_received(link, event)
 
     def link_writable(self, link: Link) -> None:
-        """Room in the transport's buffer; a client has nothing that waits for it."""
+        """Room in the transport's buffer."""
+        self.owner.pump()
 
     def link_closed(self, link: Link, closed: Closed) -> None:
         """A link is gone, or never opened."""

@@ -25,8 +25,8 @@ from common.net.sealing import SealQueue
 from common.net.tcpinfo import tcp_info
 from common.net.tls import CertificateFacts, TlsChannel, is_tls, plain_peer
 from common.wire.connection import Closed, Connection, Opened, Received
+from common.wire.departures import OutPiece
 from common.wire.messages import Filler, HelloAck, Message
-from common.wire.outgoing import OutPiece
 
 log = logging.getLogger(__name__)
 # What may wait in front of the kernel, before anything is known of a link's rate; on loopback, for speed.
@@ -247,7 +247,7 @@ class Link(asyncio.BufferedProtocol):
 
     def send_piece(self, piece: OutPiece) -> None:
         """Write a Piece frame by reference: its buffers must not change until they are acknowledged."""
-        self.connection.send(piece.message, piece.stream.stream_id, piece.payload(), piece.num_bytes)
+        self.connection.send(piece.message, piece.stream_id, piece.payload(), piece.num_bytes)
         self._write()
         if not self.connection.is_open:
             # The link's key is used up. The caller is about to fill other links: it hears of this when it is done.

@@ -89,7 +89,8 @@ class LinkOptions:
 class RemoteRequest:
     """Compute the state of `tokens` (the prompt without its last token) from `start` on.
 
-    `codecs` in order of preference; empty = what LinkOptions.codec says. `deadline_s` counts from prefill().
+    `codecs` in order of preference; empty = what LinkOptions.codec says. `deadline_s` counts from prefill(). `pushes`:
+    the state of [0, start) is sent to the peer, which need not compute it.
     """
 
     request_id: str
@@ -99,6 +100,7 @@ class RemoteRequest:
     priority: int = 0
     tenant_salt: bytes = b""
     codecs: tuple[str, ...] = ()
+    pushes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class TransferProgress:
     wire_bytes: int = 0
     raw_bytes: int = 0
     num_segments: int = 0
+    pushed_bytes: int = 0
     requested_at: float = 0.0
     accepted_at: float = 0.0
     first_chunk_at: float = 0.0
@@ -123,7 +126,8 @@ class TransferProgress:
 class TransferReport:
     """What a remote prefill amounted to. Instants are local; `remote_queue_s` (Accepted until the first chunk) and
     `prefill_s` are the peer's durations. `verified_tokens`: every layer can continue at that position (start if
-    nothing more was verified). `wire_bytes` counts encoded segment bytes, without frame headers and resends.
+    nothing more was verified). `wire_bytes` counts encoded segment bytes, without frame headers and resends; so does
+    `pushed_bytes`, for the prefix that this end sent.
     """
 
     wire_bytes: int
@@ -131,6 +135,8 @@ class TransferReport:
     codec: str
     num_tokens: int
     num_segments: int
+    pushed_bytes: int
+    pushed_raw_bytes: int
     remote_queue_s: float
     prefill_s: float
     verified_tokens: int

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from common.backend import StateSink
+from common.backend import StateSink, StateSource
 from common.errors import LayoutMismatch, LinkLost, LocalProtocolError, PdError, PeerDraining, PromptTooLong
 from common.hosts import is_loopback
 from common.net.codecs import INLINE_BYTES, CodecPool
@@ -36,7 +36,7 @@ from common.wire.connection import FAULT_CODES, Closed, Received
 from common.wire.frames import Target
 from common.wire.framing import Unopened
 from common.wire.messages import Drain, Filler, HelloAck, Piece, Prefill, Status
-from common.wire.session import ClientSession, SegmentArrived, StreamEnded
+from common.wire.session import ClientSession, PushMoved, SegmentArrived, StreamEnded
 from common.wire.tokens import pack_tokens
 
 __all__ = [
@@ -86,7 +86,7 @@ class PeerClient:
         self._session = ClientSession(config.ack, local.info.layout, options.credit_bytes, is_sealed=is_sealed)
         self._dialer = Dialer(host, port, config, options, self)
         self._dialer.tls = self._make_tls()
-        self._codecs = CodecPool(options.codec_threads, now)
+        self._codecs = self._dialer.codecs = CodecPool(options.codec_threads, now)
         self._prefills: dict[int, RemotePrefill] = {}
         self._measuring = Measuring()
         self._runner: asyncio.Task[None] | None = None
@@ -146,8 +146,10 @@ class PeerClient:
         self._codecs.close()
         self._set("down", "closed")
 
-    def prefill(self, request: RemoteRequest, sink: StateSink) -> RemotePrefill:
+    def prefill(self, request: RemoteRequest, sink: StateSink, source: StateSource | None = None) -> RemotePrefill:
         """Ask the peer for the state of `request.tokens` from `request.start` on; it lands in the sink.
+
+        `source` has the state of [0, start), to be sent where `request.pushes` says so.
 
         Raises:
             PeerDraining, LinkLost: the peer is not ready now.
@@ -174,10 +176,13 @@ class PeerClient:
             codecs=request.codecs or offered(self.options.codec),
             limit=0,
             token_hash=bytes(16),
+            pushes=request.pushes and source is not None,
         )
         tokens = pack_tokens(request.tokens)
         stream = self._session.request(message, tokens, sink.buffers, now())
-        prefill = self._prefills[stream.stream_id] = RemotePrefill(self._session, stream, sink, self._codecs)
+        own = source if message.pushes else None
+        prefill = RemotePrefill(self._session, stream, sink, self._codecs, source=own)
+        self._prefills[stream.stream_id] = prefill
         prefill.flush, prefill.trace = self._flush, self.trace
         prefill.start_deadline(request.deadline_s)
         self._flush()
@@ -331,7 +336,22 @@ class PeerClient:
         else:
             prefill.open_piece(link, piece, unopened)
 
+    def pump(self) -> None:
+        """Give every data link with room a piece of a pushed prefix, in turn, until there is none."""
+        links = [link for link in self._dialer.data.values() if link.is_writable]
+        while links:
+            for link in list(links):
+                if (piece := self._session.next_piece(link.index)) is None:
+                    return
+                link.send_piece(piece)
+                if not link.is_writable:
+                    links.remove(link)
+
     def _flush(self) -> None:
+        self._hand_on()
+        self.pump()
+
+    def _hand_on(self) -> None:
         control = self._dialer.control
         while True:
             outbox, events = self._session.take_outbox(), self._session.events()
@@ -343,6 +363,9 @@ class PeerClient:
             for event in events:
                 if isinstance(event, SegmentArrived):
                     self._prefills[event.stream.stream_id].segment_arrived(event.segment)
+                elif isinstance(event, PushMoved):
+                    if (prefill := self._prefills.get(event.stream.stream_id)) is not None:
+                        prefill.push_moved()
                 elif isinstance(event, StreamEnded):
                     self._prefills.pop(event.stream.stream_id).ended()
 

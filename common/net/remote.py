@@ -6,36 +6,44 @@ Made by PeerClient.prefill. Knows the sink and the codec threads; the rules are 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import asdict
 
-from common.backend import StateSink
-from common.errors import (
-    ChecksumMismatch,
-    PdError,
-    RemoteProtocolError,
-    SealBroken,
-    TransferIncomplete,
-    TransferTimeout,
-)
-from common.net.codecs import CodecPool, Verification
+from common.backend import StateSink, StateSource
+from common.errors import PdError, TransferTimeout
+from common.net.codecs import CodecPool
+from common.net.landing import Landing
 from common.net.link import Link, now
 from common.net.options import Trace, TransferProgress, TransferReport
-from common.wire.buffers import BUFFERS
-from common.wire.codec import CODECS, segment_shape
+from common.net.push import PushOut
+from common.wire.arrivals import InSegment
+from common.wire.codec import CODECS
 from common.wire.framing import Unopened
-from common.wire.incoming import InSegment, ReceiveStream
+from common.wire.incoming import ReceiveStream
 from common.wire.messages import Piece
 from common.wire.session import ClientSession
 
 
 class RemotePrefill:
-    """A prefill under way. The sink's memory may be used for something else only after `wait` or `closed` returned."""
+    """A prefill under way (the Receiver of its Landing).
 
-    def __init__(self, session: ClientSession, stream: ReceiveStream, sink: StateSink, codecs: CodecPool) -> None:
-        self._session, self._stream, self._sink, self._codecs = session, stream, sink, codecs
+    The sink's and the source's memory may be used for something else only after `wait` or `closed` returned.
+    """
+
+    def __init__(
+        self,
+        session: ClientSession,
+        stream: ReceiveStream,
+        sink: StateSink,
+        codecs: CodecPool,
+        *,
+        source: StateSource | None = None,
+    ) -> None:
+        self._session, self._stream = session, stream
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._landing = Landing(self, stream.layout, sink, codecs)
+        self._landing.on_idle = self._close_if_idle
+        self._push = None if source is None else PushOut(session, stream, source, codecs, lambda: self.flush())
         self._closed = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
         self.trace: Trace | None = None
@@ -53,9 +61,10 @@ class RemotePrefill:
         return TransferProgress(
             num_computed_tokens=s.num_computed,
             num_queued=s.num_queued,
-            wire_bytes=s.wire_bytes,
-            raw_bytes=s.raw_bytes,
-            num_segments=s.num_landed,
+            wire_bytes=s.arrivals.wire_bytes,
+            raw_bytes=s.arrivals.raw_bytes,
+            num_segments=s.arrivals.num_landed,
+            pushed_bytes=s.push.acked_bytes if s.push is not None else 0,
             requested_at=m.requested_at,
             accepted_at=m.accepted_at,
             first_chunk_at=m.first_chunk_at,
@@ -72,11 +81,13 @@ class RemotePrefill:
         marks = asdict(s.marks)
         queue_s = marks.pop("queue_s")
         return TransferReport(
-            wire_bytes=s.wire_bytes,
-            raw_bytes=s.raw_bytes,
-            codec=max(s.codecs_used, key=CODECS.index, default="raw"),
+            wire_bytes=s.arrivals.wire_bytes,
+            raw_bytes=s.arrivals.raw_bytes,
+            codec=max(s.arrivals.codecs_used, key=CODECS.index, default="raw"),
             num_tokens=s.prefill.num_tokens,
-            num_segments=s.num_landed,
+            num_segments=s.arrivals.num_landed,
+            pushed_bytes=s.push.acked_bytes if s.push is not None else 0,
+            pushed_raw_bytes=s.push.acked_raw_bytes if s.push is not None else 0,
             remote_queue_s=queue_s,
             verified_tokens=s.verified_prefix(),
             **marks,
@@ -113,76 +124,54 @@ class RemotePrefill:
 
     def open_piece(self, link: Link, piece: Piece, unopened: Unopened) -> None:
         """Open a piece of a sealed link; it counts when its tag was right."""
-        link.hold(len(unopened.sealed))
-        self._spawn(self._open(link, piece, unopened))
+        self._landing.open_piece(link, piece, unopened)
 
     def segment_arrived(self, segment: InSegment) -> None:
         """Verify and decode; acknowledges when done."""
-        self._spawn(self._land(segment))
+        self._landing.segment_arrived(segment)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
+    def push_moved(self) -> None:
+        """The peer takes the prefix, or has taken more of it."""
+        if self._push is not None and self._stream.is_pushing:
+            self._push.moved()
 
     def ended(self) -> None:
         """The stream is over; wait() returns when the last thread has left the sink's memory."""
         if self._deadline is not None:
             self._deadline.cancel()
-        if not self._tasks:
+        if self._push is not None:
+            self._push.end()
+        self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if self._stream.is_over and self._landing.is_idle:
             self._closed.set()
 
-    async def _open(self, link: Link, piece: Piece, unopened: Unopened) -> None:
-        try:
-            if self._stream.is_over:
-                return
-            opened = await self._codecs.open(unopened)
-        except SealBroken as e:
-            link.fail(e)
-            return
-        finally:
-            link.release(len(unopened.sealed))
-            BUFFERS.give_back(unopened.sealed)
-        self._session.piece_arrived(self._stream.stream_id, piece, unopened.target, now(), opened)
-        self.flush()
+    # ---- Receiver
 
-    async def _land(self, segment: InSegment) -> None:
-        stream, head = self._stream, segment.head
-        if not stream.wants(segment):
-            return
-        shape = segment_shape(stream.layout, head.start, head.stop, head.layers)
-        views = tuple(segment.views)
-        try:
-            await self._codecs.verify(
-                Verification(head.codec, head.digest, views, segment.is_apart, shape),
-                lambda: self._sink.buffers(head.start, head.stop, head.layers),
-            )
-        except (ChecksumMismatch, RemoteProtocolError) as e:
-            if stream.wants(segment):
-                self._session.fail(stream, TransferIncomplete(f"segment {head.no}: {e}"))
-        except PdError as e:
-            self._session.fail(stream, e)
-        else:
-            if stream.wants(segment):
-                self._sink.landed(head.start, head.stop, head.layers)
-                self._session.segment_landed(stream, segment, now())
-                if self.trace is not None:
-                    self.trace("segment_landed", now=now(), request_id=self.request_id, no=head.no, layers=head.layers)
-        self.flush()
-        if segment.is_apart:
-            segment.views = []
-            for view in views:
-                BUFFERS.give_back(view)
+    @property
+    def is_over(self) -> bool:
+        """Of the stream."""
+        return self._stream.is_over
 
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._session.fail(self._stream, TransferIncomplete(f"a segment could not be put in place: {error!r}"))
-            self._loop.call_exception_handler({"message": "landing a segment failed", "exception": error})
-            self.flush()
-        if self._stream.is_over and not self._tasks:
-            self._closed.set()
+    def wants(self, segment: InSegment) -> bool:
+        """False when the segment is of no use any more."""
+        return self._stream.wants(segment)
+
+    def landed(self, segment: InSegment) -> None:
+        """It is verified and in place."""
+        head = segment.head
+        self._session.segment_landed(self._stream, segment, now())
+        if self.trace is not None:
+            self.trace("segment_landed", now=now(), request_id=self.request_id, no=head.no, layers=head.layers)
+
+    def failed(self, error: PdError) -> None:
+        """The state cannot be used."""
+        self._session.fail(self._stream, error)
+
+    def opened(self, piece: Piece, unopened: Unopened, payload: memoryview) -> None:
+        """A sealed piece was opened."""
+        self._session.piece_arrived(self._stream.stream_id, piece, unopened.target, now(), payload)
 
     def _on_deadline(self, deadline_s: float) -> None:
         self._session.fail(

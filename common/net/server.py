@@ -188,6 +188,8 @@ class PrefillServer:
         peer = self._links.get(link)
         if peer is not None and link is peer.control:
             peer.received(event)
+        elif peer is not None:
+            peer.piece_received(link, event)
 
     def link_closed(self, link: Link, closed: Closed) -> None:
         """A link is gone."""
@@ -225,7 +227,7 @@ class PrefillServer:
     def _make(self, link: Link, now: float) -> Connection:
         nonce, secret = secrets.token_bytes(32), secrets.token_bytes(32)
         handshake = Handshake.server(self._config, nonce, secret, self._find_key)
-        connection = Connection(self._config, handshake, now, _no_piece)
+        connection = Connection(self._config, handshake, now, lambda *piece: self._open_piece(link, *piece))
         host = link.address.rsplit(":", 1)[0]
         if len(self._early) > _MAX_EARLY_LINKS:
             why = f"more than {_MAX_EARLY_LINKS} connections have not finished their handshake"
@@ -236,6 +238,12 @@ class PrefillServer:
         elif self.local.security.mode == "none" and not is_loopback(host):
             connection.fail(LinkLost("this prefilld has no shared key and takes loopback connections only"))
         return connection
+
+    def _open_piece(self, link: Link, stream_id: int, piece: Piece, num_bytes: int) -> Target:
+        peer = self._links.get(link)
+        if peer is None:
+            raise UnknownFrame(f"PIECE for stream {stream_id} on a link of no session")
+        return peer.open_piece(link, stream_id, piece, num_bytes)
 
     def _find_key(self, session: bytes) -> bytes | None:
         peer = self._by_session(session)
@@ -251,7 +259,16 @@ class PrefillServer:
 
     def _new_peer(self) -> ServerPeer:
         info = self.local.info
-        peer = ServerPeer(self._config.ack, info.layout, info.vocab_size, self._codecs, self.handler, self.trace)
+        peer = ServerPeer(
+            self._config.ack,
+            info.layout,
+            info.vocab_size,
+            self._codecs,
+            self.handler,
+            self.trace,
+            credit_bytes=self.options.credit_bytes,
+            is_sealed=self.local.security.mode == "tls",
+        )
         peer.governor, peer.choosers = self._governor, self.choosers
         peer.load, peer.on_idle, peer.on_refused = self.load, self._sweep, self._stream_refused
         return peer
@@ -277,7 +294,3 @@ class PrefillServer:
                 peer.forget()
                 num_in, num_out = peer.traffic
                 self._forgotten = (self._forgotten[0] + num_in, self._forgotten[1] + num_out)
-
-
-def _no_piece(stream_id: int, piece: Piece, num_bytes: int) -> Target:
-    raise UnknownFrame(f"PIECE for stream {stream_id}: only the server sends them")

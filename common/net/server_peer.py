@@ -16,18 +16,31 @@ from math import isfinite
 from common.errors import LinkLost, PdError, PeerEngineFailed, PeerError
 from common.layout import StateLayout
 from common.linkfacts import CodecChooser, PathEstimate
-from common.net.codecs import CodecPool
+from common.net.codecs import INLINE_BYTES, CodecPool
 from common.net.governor import Governor
 from common.net.link import Link, now
 from common.net.linkview import delivery_bps, link_rows, security_facts
 from common.net.measure import FillerSource
 from common.net.options import PeerId, Trace
 from common.net.server_stream import ServerStream, StreamPort
+from common.wire.buffers import BUFFERS
 from common.wire.connection import Received
-from common.wire.messages import Drain, HelloAck, Measure, Status
-from common.wire.outgoing import OutPiece, SendStream
+from common.wire.departures import OutPiece
+from common.wire.frames import Target
+from common.wire.framing import Unopened
+from common.wire.incoming import ReceiveStream
+from common.wire.messages import Drain, HelloAck, Measure, Piece, Status
+from common.wire.outgoing import SendStream
 from common.wire.serving import ServerSession
-from common.wire.session import SegmentAcked, StreamEnded, StreamRefused, StreamRequested, StreamResumed
+from common.wire.session import (
+    PushMoved,
+    SegmentAcked,
+    SegmentArrived,
+    StreamEnded,
+    StreamRefused,
+    StreamRequested,
+    StreamResumed,
+)
 from common.wire.tables import Phase
 
 _EXPIRE_AGAIN_S = 0.02
@@ -49,9 +62,14 @@ class ServerPeer:
         codecs: CodecPool,
         handler: Handler,
         trace: Trace | None,
+        *,
+        credit_bytes: int,
+        is_sealed: bool,
     ) -> None:
         self.ours, self.layout, self.codecs, self.handler, self.trace = ours, layout, codecs, handler, trace
-        self.session = ServerSession(ours, vocab_size, lambda: secrets.token_bytes(16))
+        self.session = ServerSession(
+            ours, layout, vocab_size, _new_handle, credit_bytes=credit_bytes, is_sealed=is_sealed
+        )
         self.session_id = b""
         self.session_key: bytes | None = None
         self.control: Link | None = None
@@ -145,6 +163,25 @@ class ServerPeer:
             self.session.receive(event.stream_id, event.message, payload)
         self.flush()
 
+    def open_piece(self, link: Link, stream_id: int, piece: Piece, num_bytes: int) -> Target:
+        """Where a pushed piece goes. Raises RemoteProtocolError."""
+        return self.session.open_piece(link.index, stream_id, piece, num_bytes)
+
+    def piece_received(self, link: Link, event: Received) -> None:
+        """A piece of a pushed prefix. Raises SealBroken when it is small enough to be opened at once, and does not."""
+        message, payload = event.message, event.payload
+        if isinstance(message, Piece) and isinstance(payload, Unopened):
+            served = self._served(event.stream_id)
+            if served is None or served.push is None or payload.target.is_discarded:
+                BUFFERS.give_back(payload.sealed)
+            elif len(payload.sealed) <= INLINE_BYTES:
+                self.session.piece_arrived(event.stream_id, message, payload.target, payload.run())
+            else:
+                served.push.landing.open_piece(link, message, payload)
+        elif isinstance(message, Piece) and isinstance(payload, Target):
+            self.session.piece_arrived(event.stream_id, message, payload)
+        self.flush()
+
     def set_draining(self, is_draining: bool) -> None:
         """Tell the client, when there is something to tell."""
         was_draining, self.session.is_draining = self.session.is_draining, is_draining
@@ -175,6 +212,10 @@ class ServerPeer:
                     self._acked(event)
                 elif isinstance(event, StreamResumed):
                     self._changed(event.stream)
+                elif isinstance(event, SegmentArrived):
+                    self._arrived(event)
+                elif isinstance(event, PushMoved):
+                    self._changed(event.stream)
                 elif isinstance(event, StreamEnded) and isinstance(event.stream, SendStream):
                     self._ended(event.stream)
         self.pump()
@@ -194,8 +235,8 @@ class ServerPeer:
         piece = self.session.next_piece(link.index)
         if piece is not None:
             link.send_piece(piece)
-            if (entry := self._streams.get(piece.stream)) is not None:
-                entry[0].moved()
+            if (served := self._served(piece.stream_id)) is not None:
+                served.moved()
         elif (filler := self._filler.take(self._piece_bytes())) is not None:
             link.send_filler(*filler)
         else:
@@ -281,6 +322,7 @@ class ServerPeer:
             trace=self.trace,
             choosers=self.choosers,
             path_bps=self._path_bps,
+            session=self.session,
         )
         address = self.control.address if self.control else ""
         served = ServerStream(stream, PeerId(peer.name, peer.instance, address), port)
@@ -362,15 +404,26 @@ class ServerPeer:
             entry[0].acked(event.segment)
             entry[0].changed()
 
-    def _changed(self, stream: SendStream) -> None:
-        entry = self._streams.get(stream)
-        if entry is not None:
-            entry[0].changed()
+    def _changed(self, stream: SendStream | ReceiveStream) -> None:
+        served = self._served(stream.stream_id)
+        if served is not None:
+            served.changed()
+
+    def _arrived(self, event: SegmentArrived) -> None:
+        served = self._served(event.stream.stream_id)
+        if served is not None and served.push is not None:
+            served.push.landing.segment_arrived(event.segment)
 
     def _written(self, piece: OutPiece) -> None:
-        entry = self._streams.get(piece.stream)
-        if entry is not None:
-            entry[0].written(piece.segment, piece.message.offset, piece.num_bytes)
+        served = self._served(piece.stream_id)
+        if served is not None:
+            served.written(piece.segment, piece.message.offset, piece.num_bytes)
+
+    def _served(self, stream_id: int) -> ServerStream | None:
+        """The live stream of that number."""
+        stream = self.session.streams.get(stream_id)
+        entry = self._streams.get(stream) if stream is not None else None
+        return entry[0] if entry is not None else None
 
     def _expire(self) -> None:
         self._lease = None
@@ -385,3 +438,7 @@ class ServerPeer:
             if facts:
                 self.control.send(Status({name: float(value) for name, value in facts.items() if isfinite(value)}))
             self._status = self._loop.call_later(self.ours.heartbeat_s, self._send_status)
+
+
+def _new_handle() -> bytes:
+    return secrets.token_bytes(16)

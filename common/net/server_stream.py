@@ -10,16 +10,20 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.backend import ComputedSegment
+from common.backend import ComputedSegment, StateSink
 from common.errors import LinkLost, LocalProtocolError, PeerError
 from common.layout import StateLayout
 from common.linkfacts import CodecChooser
 from common.net.codecs import CodecPool
 from common.net.link import now
 from common.net.options import PeerId, RemoteRequest, Trace
+from common.net.push import PushIn
 from common.net.split import split_segment
+from common.wire.arrivals import SinkBuffers
 from common.wire.codec import segment_shape
-from common.wire.outgoing import OutSegment, SendStream
+from common.wire.departures import OutSegment
+from common.wire.outgoing import SendStream
+from common.wire.serving import ServerSession
 from common.wire.tables import Phase
 from common.wire.tokens import unpack_tokens
 
@@ -37,6 +41,7 @@ class StreamPort:
     trace: Trace | None
     choosers: dict[str, CodecChooser]
     path_bps: Callable[[], float]
+    session: ServerSession
 
 
 class ServerStream:
@@ -56,7 +61,9 @@ class ServerStream:
             priority=prefill.priority,
             tenant_salt=prefill.salt,
             codecs=prefill.codecs,
+            pushes=prefill.pushes,
         )
+        self.push: PushIn | None = None
         self.codec = prefill.codecs[0]  # ServerSession has refused what nobody knows
         self._stream, self._port = stream, port
         self._loop = asyncio.get_running_loop()
@@ -85,7 +92,8 @@ class ServerStream:
 
         0.0 while nothing waits, or while it is away: then the lease counts.
         """
-        if not self.is_attached or not (self.staged_bytes or self.is_completing):
+        is_pushed = self.push is not None and not self._stream.is_pushed
+        if not self.is_attached or not (self.staged_bytes or self.is_completing or is_pushed):
             self._moved_at = at
         return at - self._moved_at
 
@@ -100,6 +108,24 @@ class ServerStream:
         self._check()
         self._stream.refuse(error)
         self._port.settle(self._stream)
+
+    async def take_push(self, sink: StateSink) -> None:
+        """Let the peer send the state of [0, start) into the sink; returns when all of it is there."""
+        self._check()
+        port = self._port
+        self.push = PushIn(port.session, self._stream, sink, port.codecs, port.layout, port.settle)
+        self._moved_at = now()
+        port.session.accept_push(self._stream, self._push_buffers(sink))
+        port.settle(self._stream)
+        await self.push.wait()
+        self._check()
+
+    def _push_buffers(self, sink: StateSink) -> SinkBuffers:
+        def buffers(start: int, stop: int, layers: tuple[int, ...]) -> tuple[memoryview, ...]:
+            self._moved_at = now()
+            return sink.buffers(start, stop, layers)
+
+        return buffers
 
     async def started(self, at: float) -> None:
         """The first chunk began at that monotonic instant; `complete` counts prefill_s from there."""
@@ -177,6 +203,8 @@ class ServerStream:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
+        if self.push is not None:
+            self.push.changed()
         if self._stream.is_over:
             self._over.set()
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from common.errors import BadMagic, BadMessage, ChecksumMismatch, UnknownFrame, VersionMismatch
 
 MAGIC = b"PF"
-VERSION = 3
+VERSION = 4
 FRAME_BYTES = 24
 MAX_HEADER_BYTES = 16384
 MAX_EARLY_HEADER_BYTES = 512
@@ -29,7 +29,7 @@ _TLS = (b"\x15\x03", b"\x16\x03")
 
 
 class FrameType(IntEnum):
-    """Numbers on the wire; 32 and 33 are reserved for CacheEvent and Push."""
+    """Numbers on the wire; 32 is reserved for CacheEvent."""
 
     HELLO = 1
     AUTH = 2
@@ -53,6 +53,8 @@ class FrameType(IntEnum):
     RESUMED = 27
     MEASURE = 28
     FILLER = 29
+    PUSHED = 33
+    PUSH_ACK = 34
 
 
 class FrameHead(NamedTuple):

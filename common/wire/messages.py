@@ -32,6 +32,7 @@ from common.wire.frames import MAX_HEADER_BYTES, FrameHead, FrameType, checksum,
 
 _U31, _U62 = 2**31, 2**62
 MAX_SEGMENTS = 2**20
+MAX_ACKED = 1024
 MAX_MEASURE_BYTES = 1 << 30
 
 
@@ -137,7 +138,10 @@ class Status(Message):
 
 @dataclass(frozen=True, slots=True)
 class Prefill(Message):
-    """Compute the state of [start, num_tokens) of the tokens in the payload. `token_hash`: see digest.py."""
+    """Compute the state of [start, num_tokens) of the tokens in the payload. `token_hash`: see digest.py.
+
+    `pushes`: the client sends the state of [0, start), so that it need not be computed.
+    """
 
     type: ClassVar[FrameType] = FrameType.PREFILL
     request_id: Annotated[str, text(256)]
@@ -149,6 +153,7 @@ class Prefill(Message):
     codecs: Annotated[tuple[str, ...], list_of(text(16), 1, 8)]
     limit: Annotated[int, uint(_U62)]
     token_hash: Annotated[bytes, blob(16)]
+    pushes: Annotated[bool, flag] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +230,7 @@ class Ack(Message):
     """Segments that were verified and are in place. `is_final`: Complete was verified, the stream is done."""
 
     type: ClassVar[FrameType] = FrameType.ACK
-    segments: Annotated[tuple[int, ...], list_of(uint(MAX_SEGMENTS - 1), 0, 1024)]
+    segments: Annotated[tuple[int, ...], list_of(uint(MAX_SEGMENTS - 1), 0, MAX_ACKED)]
     limit: Annotated[int, uint(_U62)]
     is_final: Annotated[bool, flag]
 
@@ -284,11 +289,30 @@ class Filler(Message):
     num_bytes: Annotated[int, uint(_U31)]
 
 
+@dataclass(frozen=True, slots=True)
+class Pushed(Message):
+    """All of the prefix was sent: count, sum of encoded bytes and running digest of its segments."""
+
+    type: ClassVar[FrameType] = FrameType.PUSHED
+    num_segments: Annotated[int, uint(MAX_SEGMENTS)]
+    encoded: Annotated[int, uint(_U62)]
+    digest: Annotated[bytes, blob(16)]
+
+
+@dataclass(frozen=True, slots=True)
+class PushAck(Message):
+    """Pushed segments that were verified and are in place; encoded bytes below `limit` may be pushed."""
+
+    type: ClassVar[FrameType] = FrameType.PUSH_ACK
+    segments: Annotated[tuple[int, ...], list_of(uint(MAX_SEGMENTS - 1), 0, MAX_ACKED)]
+    limit: Annotated[int, uint(_U62)]
+
+
 _CLASSES: dict[FrameType, type[Message]] = {
     c.type: c
     for c in (
         *(Hello, Auth, HelloAck, Ping, Pong, Error, Drain, Status, Prefill, Accepted, Refused, Started, Progress),
-        *(Piece, Complete, Ack, Credit, Cancel, Resume, Resumed, Measure, Filler),
+        *(Piece, Complete, Ack, Credit, Cancel, Resume, Resumed, Measure, Filler, Pushed, PushAck),
     )
 }
 

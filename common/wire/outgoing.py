@@ -1,21 +1,20 @@
-"""One stream at the server without I/O: queued segments, pieces to send, acknowledgements, what to repeat on Resume.
+"""One stream at the server without I/O: phases, what was said and is repeated on Resume, and a pushed prefix if any.
 
-Keeps every segment's buffers until they are acknowledged. Knows credit and phases (tables.py); does not know links
-beyond a number, nor other streams. Owned by ServerSession.
+What is sent waits in departures.py, what is pushed is checked by arrivals.py. Knows phases (tables.py); does not know
+links beyond a number, nor other streams. Owned by ServerSession.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field, replace
 from math import inf
 
-from common.errors import BadMessage, LinkLost, LocalProtocolError, PeerError
+from common.errors import BadMessage, LinkLost, LocalProtocolError, PeerError, RequestDamaged
+from common.wire.arrivals import Arrivals, InSegment, discarding
 from common.wire.codec import Encoded
-from common.wire.digest import extend
-from common.wire.frames import FrameType
+from common.wire.departures import Departures, OutPiece, OutSegment
+from common.wire.frames import FrameType, Target
 from common.wire.messages import (
-    MAX_SEGMENTS,
+    MAX_ACKED,
     Accepted,
     Ack,
     Complete,
@@ -24,48 +23,14 @@ from common.wire.messages import (
     Piece,
     Prefill,
     Progress,
+    PushAck,
+    Pushed,
     Refused,
     Resume,
     Started,
     check_outgoing,
 )
 from common.wire.tables import FINAL, SERVER_ATTACH, SERVER_STREAM, Attach, Do, Input, Phase, step
-
-
-@dataclass(slots=True)
-class OutSegment:
-    """A segment until it is acknowledged. `flying`: offset of a piece -> number of the link it was written to."""
-
-    head: Piece
-    parts: tuple[memoryview, ...]
-    flying: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class OutPiece:
-    """One frame to be written now."""
-
-    stream: SendStream
-    segment: OutSegment
-    message: Piece
-    num_bytes: int
-
-    def payload(self) -> tuple[memoryview, ...]:
-        """The frame's bytes as slices of the segment's parts; nothing is copied."""
-        return slice_parts(self.segment.parts, self.message.offset, self.num_bytes)
-
-
-def slice_parts(parts: tuple[memoryview, ...], offset: int, num_bytes: int) -> tuple[memoryview, ...]:
-    """Bytes [offset, offset + num_bytes) of the concatenation of parts, as views."""
-    out: list[memoryview] = []
-    for part in parts:
-        if num_bytes <= 0:
-            break
-        if offset < len(part):
-            out.append(part[offset : offset + num_bytes])
-            num_bytes -= len(out[-1])
-        offset = max(0, offset - len(part))
-    return tuple(out)
 
 
 class SendStream:
@@ -77,14 +42,14 @@ class SendStream:
         self.attach = Attach.ATTACHED
         self.handle = b""
         self.error: PeerError | LinkLost | None = None
-        self.limit = prefill.limit
-        self.digest = prefill.token_hash
-        self.next_no = self.next_at = 0
-        self.staged_bytes = 0
+        self.departures = Departures(stream_id, prefill.token_hash)
+        self.departures.limit = prefill.limit
+        self.arrivals: Arrivals | None = None
         self.accepted_at = self.queue_s = 0.0
         self.outbox: list[Message] = []
-        self._segments: dict[int, OutSegment] = {}
-        self._pending: deque[tuple[int, int]] = deque()
+        self._pushed: Pushed | None = None
+        self.is_pushed = False
+        """All of the prefix landed."""
         self._started: Started | None = None
         self._progress: Progress | None = None
         self._complete: Complete | None = None
@@ -98,6 +63,11 @@ class SendStream:
     def is_attached(self) -> bool:
         """True while the client's control link is up and the stream goes on."""
         return self.attach is Attach.ATTACHED and not self.is_over
+
+    @property
+    def staged_bytes(self) -> int:
+        """Raw bytes queued or sent and not acknowledged."""
+        return self.departures.staged_bytes
 
     # ---- what the service does
 
@@ -125,7 +95,7 @@ class SendStream:
         self._step(Do.PROGRESS)
         if num_computed <= (self._progress.num_computed if self._progress else self.prefill.start):
             return
-        self._progress = Progress(num_computed, self.next_no, self.digest)
+        self._progress = Progress(num_computed, self.departures.next_no, self.departures.digest)
         self._say(self._progress)
 
     def add_segment(
@@ -133,33 +103,14 @@ class SendStream:
     ) -> OutSegment:
         """Queue an encoded segment; its number is the order of these calls."""
         self._step(Do.SEGMENT)
-        if self.next_no >= MAX_SEGMENTS:
-            raise LocalProtocolError(f"stream {self.stream_id}: more than {MAX_SEGMENTS} segments")
-        head = Piece(
-            no=self.next_no,
-            start=rows[0],
-            stop=rows[1],
-            layers=layers,
-            codec=encoded.codec,
-            raw=raw_bytes,
-            encoded=encoded.num_bytes,
-            at=self.next_at,
-            digest=encoded.digest,
-            piece=piece_bytes,
-            offset=0,
-        )
-        segment = self._segments[head.no] = OutSegment(head, encoded.parts)
-        self._pending.extend((head.no, offset) for offset in _offsets(head))
-        self.digest = extend(self.digest, head)
-        self.next_no, self.next_at = self.next_no + 1, self.next_at + encoded.num_bytes
-        self.staged_bytes += raw_bytes
-        return segment
+        return self.departures.add(rows, layers, raw_bytes, encoded, piece_bytes)
 
     def complete(self, num_tokens: int, prefill_s: float, waited_s: float = 0.0) -> None:
         """Everything was queued; `waited_s` of queueing came after the first chunk."""
         self._step(Do.COMPLETE)
         queue_s = self.queue_s + waited_s
-        self._complete = Complete(num_tokens, self.next_no, self.next_at, self.digest, queue_s, prefill_s)
+        sent = self.departures
+        self._complete = Complete(num_tokens, sent.next_no, sent.next_at, sent.digest, queue_s, prefill_s)
         self._say(self._complete)
 
     def fail(self, error: PeerError) -> None:
@@ -173,11 +124,8 @@ class SendStream:
     def on_ack(self, ack: Ack) -> list[OutSegment]:
         """Free what is in place; answers the segments that were."""
         self._step(Do.FINAL_ACK if ack.is_final else FrameType.ACK)
-        if any(no >= self.next_no for no in ack.segments):
-            raise BadMessage(f"ACK.segments of stream {self.stream_id} names more than the {self.next_no} sent")
-        self.limit = max(self.limit, ack.limit)
-        freed = [s for no in ack.segments if (s := self._segments.pop(no, None)) is not None]
-        self.staged_bytes -= sum(s.head.raw for s in freed)
+        freed = self.departures.acked(ack.segments, "ACK.segments")
+        self.departures.grant(ack.limit)
         if self.is_over:
             self._drop()
         return freed
@@ -185,7 +133,7 @@ class SendStream:
     def on_credit(self, limit: int) -> None:
         """The peer allows more."""
         self._step(FrameType.CREDIT)
-        self.limit = max(self.limit, limit)
+        self.departures.grant(limit)
 
     def on_cancel(self, error: PeerError) -> None:
         """The peer wants no more."""
@@ -195,41 +143,85 @@ class SendStream:
         """Go on over a new control link: repeat what was said, resend what did not land. Answers what did."""
         self._step(FrameType.RESUME)
         self.attach = SERVER_ATTACH[self.attach][FrameType.RESUME]
-        self.handle, self.limit = handle, max(self.limit, resume.limit)
+        self.handle = handle
+        self.departures.grant(resume.limit)
         ranges = list(zip(resume.landed[::2], resume.landed[1::2], strict=False))
-        landed = [no for no in self._segments if any(a <= no < b for a, b in ranges)]
-        freed = [self._segments.pop(no) for no in landed]
-        self.staged_bytes -= sum(s.head.raw for s in freed)
-        self._requeue()
+        landed = [no for no in self.departures.segments if any(a <= no < b for a, b in ranges)]
+        freed = self.departures.acked(landed, "RESUME.landed")
+        self.departures.requeue()
         said = (self._started, self._progress, self._complete)
-        self.outbox = [Accepted(handle, 0, self.prefill.token_hash), *(m for m in said if m is not None)]
+        self.outbox = [Accepted(handle, 0, self.prefill.token_hash), *self._push_acks()]
+        self.outbox += [m for m in said if m is not None]
         return freed
+
+    # ---- the prefix that the client pushes
+
+    def accept_push(self, arrivals: Arrivals) -> None:
+        """There is memory for it: the client may send below `arrivals.limit`."""
+        if self.arrivals is not None or self.phase is not Phase.ACCEPTED or not self.prefill.pushes:
+            raise LocalProtocolError(f"stream {self.stream_id} takes no prefix now")
+        self.arrivals = arrivals
+        self._say(PushAck((), arrivals.limit))
+
+    def open_piece(self, piece: Piece, num_bytes: int, link: int) -> Target:
+        """Where a pushed piece goes. Raises BadMessage."""
+        self._step(FrameType.PIECE)
+        if self.phase is not Phase.ACCEPTED or self.attach is Attach.DETACHED or self.is_pushed:
+            return discarding(num_bytes)
+        if self.arrivals is None:
+            raise BadMessage(f"PIECE of stream {self.stream_id}: a prefix is pushed that was not asked for")
+        return self.arrivals.open_piece(piece, num_bytes, link)
+
+    def wants(self, segment: InSegment) -> bool:
+        """False when the stream ended or began since the segment arrived."""
+        return self.phase is Phase.ACCEPTED and self.arrivals is not None and self.arrivals.has(segment)
+
+    def push_landed(self, segment: InSegment, limit: int) -> None:
+        """A pushed segment is verified and in place."""
+        if self.arrivals is None:
+            raise LocalProtocolError(f"stream {self.stream_id} takes no prefix")
+        self.arrivals.landed(segment)
+        self.arrivals.limit = max(self.arrivals.limit, limit)
+        self._say(PushAck((segment.head.no,), self.arrivals.limit))
+        self._try_push()
+
+    def on_pushed(self, pushed: Pushed) -> None:
+        """The client has sent all of it. Raises BadMessage."""
+        self._step(FrameType.PUSHED)
+        if self.phase is not Phase.ACCEPTED:
+            return
+        if self.arrivals is None or (self._pushed is not None and pushed != self._pushed):
+            raise BadMessage(f"PUSHED of stream {self.stream_id} differs from the one before, or nothing was asked for")
+        self._pushed = pushed
+        self._try_push()
+
+    def _try_push(self) -> None:
+        pushed, arrivals = self._pushed, self.arrivals
+        if pushed is None or arrivals is None or arrivals.num_landed < pushed.num_segments:
+            return
+        if wrong := arrivals.wrong(pushed.num_segments, pushed.encoded, pushed.digest):
+            self.fail(RequestDamaged(f"the pushed prefix is not whole: {wrong}"))
+            return
+        self.is_pushed = True
+
+    def _push_acks(self) -> list[Message]:
+        if self.arrivals is None or self.phase is not Phase.ACCEPTED:
+            return []
+        landed = self.arrivals.landed_numbers
+        parts = [landed[at : at + MAX_ACKED] for at in range(0, max(1, len(landed)), MAX_ACKED)]
+        return [PushAck(tuple(part), self.arrivals.limit) for part in parts]
 
     # ---- links
 
     def next_piece(self, link: int) -> OutPiece | None:
         """The next piece, if credit covers its whole segment; it counts as written to that link."""
-        while self._pending and self.is_attached:
-            no, offset = self._pending[0]
-            segment = self._segments.get(no)
-            if segment is None:
-                self._pending.popleft()
-                continue
-            head = segment.head
-            if head.at + head.encoded > self.limit:
-                return None
-            num_bytes = min(head.piece, head.encoded - offset)
-            self._pending.popleft()
-            segment.flying[offset] = link
-            return OutPiece(self, segment, replace(head, offset=offset), num_bytes)
-        return None
+        return self.departures.next_piece(link) if self.is_attached else None
 
     def link_lost(self, link: int) -> None:
-        """What was written to that link and is not acknowledged goes to the front of the queue."""
-        lost = [(no, at) for no, s in self._segments.items() for at, where in s.flying.items() if where == link]
-        for no, offset in sorted(lost, reverse=True):
-            del self._segments[no].flying[offset]
-            self._pending.appendleft((no, offset))
+        """What was written to that link and is not acknowledged is sent again; what was arriving is forgotten."""
+        self.departures.link_lost(link)
+        if self.arrivals is not None:
+            self.arrivals.link_lost(link)
 
     def detach(self) -> None:
         """The control link is lost."""
@@ -237,6 +229,8 @@ class SendStream:
             self.attach = SERVER_ATTACH[self.attach][Do.DETACH]
             self._step(Do.DETACH)
             self.outbox.clear()
+            if self.arrivals is not None:
+                self.arrivals.link_lost(None)
             if self.is_over:
                 self._drop()
 
@@ -249,12 +243,6 @@ class SendStream:
         if self.is_attached:
             self.outbox.append(message)
 
-    def _requeue(self) -> None:
-        self._pending.clear()
-        for no in sorted(self._segments):
-            self._segments[no].flying.clear()
-            self._pending.extend((no, offset) for offset in _offsets(self._segments[no].head))
-
     def _end(self, given: Input, error: PeerError | LinkLost) -> None:
         if not self.is_over:
             self.error = error
@@ -262,16 +250,12 @@ class SendStream:
         self._drop()
 
     def _drop(self) -> None:
-        self._segments.clear()
-        self._pending.clear()
-        self.staged_bytes = 0
+        self.departures.drop()
+        if self.arrivals is not None:
+            self.arrivals.close()
 
     def _step(self, given: Input) -> None:
         self.phase = step(SERVER_STREAM, self.phase, given, f"stream {self.stream_id}")
-
-
-def _offsets(head: Piece) -> range:
-    return range(0, max(1, head.encoded), head.piece)
 
 
 def _short(error: PeerError) -> str:

@@ -7,7 +7,8 @@ SendStream the caller runs `settle(stream)`. Knows no socket, clock, thread or c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from common.errors import (
     BadMessage,
@@ -18,24 +19,67 @@ from common.errors import (
     PeerInvalid,
     PeerShed,
     PromptTooLong,
+    RemoteProtocolError,
     RequestDamaged,
     StaleHandle,
     UnknownFrame,
 )
-from common.wire.digest import token_hash
-from common.wire.messages import Ack, Cancel, Credit, HelloAck, Message, Prefill, Refused, Resume, Resumed
-from common.wire.outgoing import OutPiece, OutSegment, SendStream
-from common.wire.session import Out, SegmentAcked, Session, StreamEnded, StreamRefused, StreamRequested, StreamResumed
-from common.wire.tables import Attach
+from common.layout import StateLayout
+from common.wire.arrivals import Arrivals, InSegment, PieceContext, SinkBuffers, StreamLimits, discarding
+from common.wire.credit import CreditPool
+from common.wire.departures import OutPiece, OutSegment
+from common.wire.digest import push_digest, token_hash
+from common.wire.frames import Target
+from common.wire.messages import (
+    Ack,
+    Cancel,
+    Credit,
+    HelloAck,
+    Message,
+    Piece,
+    Prefill,
+    PushAck,
+    Pushed,
+    Refused,
+    Resume,
+    Resumed,
+)
+from common.wire.outgoing import SendStream
+from common.wire.session import (
+    Out,
+    PushMoved,
+    SegmentAcked,
+    SegmentArrived,
+    Session,
+    StreamEnded,
+    StreamRefused,
+    StreamRequested,
+    StreamResumed,
+)
+from common.wire.tables import Attach, Phase
 from common.wire.tokens import largest_token
 
 
 class ServerSession(Session):
-    """All streams of one client process. `new_handle` draws 16 random bytes."""
+    """All streams of one client process. `new_handle` draws 16 random bytes.
 
-    def __init__(self, ours: HelloAck, vocab_size: int, new_handle: Callable[[], bytes]) -> None:
+    `credit_bytes`: what all pushed prefixes together may have under way beyond the largest segment of each;
+    `is_sealed`: their pieces come over sealed links.
+    """
+
+    def __init__(
+        self,
+        ours: HelloAck,
+        layout: StateLayout,
+        vocab_size: int,
+        new_handle: Callable[[], bytes],
+        *,
+        credit_bytes: int = 64 << 20,
+        is_sealed: bool = False,
+    ) -> None:
         super().__init__(ours)
-        self.vocab_size, self.new_handle = vocab_size, new_handle
+        self.layout, self.vocab_size, self.new_handle, self.is_sealed = layout, vocab_size, new_handle, is_sealed
+        self._credit = CreditPool(credit_bytes, ours.max_segment_bytes)
         self.is_draining = False
         self.streams: dict[int, SendStream] = {}
         self._turns: deque[int] = deque()
@@ -45,6 +89,7 @@ class ServerSession(Session):
     def attach(self, peer: HelloAck) -> None:
         """A handshake is done; detached streams wait for their Resume."""
         self.peer, self.is_attached = peer, True
+        self._credit.reserve_bytes = min(self.ours.max_segment_bytes, peer.max_segment_bytes)
 
     def detach(self, now: float) -> None:
         """The control link is lost."""
@@ -96,6 +141,9 @@ class ServerSession(Session):
             self._freed(stream, stream.on_ack(message))
         elif isinstance(message, Credit):
             stream.on_credit(message.limit)
+        elif isinstance(message, Pushed):
+            with self._push_ends(stream):
+                stream.on_pushed(message)
         elif isinstance(message, Cancel):
             stream.on_cancel(PeerCancelled(f"the client cancelled: {message.message}"))
         if stream is not None:
@@ -108,6 +156,7 @@ class ServerSession(Session):
             self._outbox.extend(Out(stream.stream_id, m) for m in messages)
         if stream.is_over and self.streams.get(stream.stream_id) is stream:
             del self.streams[stream.stream_id]
+            self._credit.close(stream.stream_id)
             self._events.append(StreamEnded(stream))
 
     def next_piece(self, link: int) -> OutPiece | None:
@@ -122,6 +171,70 @@ class ServerSession(Session):
             if piece is not None:
                 return piece
         return None
+
+    # ---- pushed prefixes
+
+    def accept_push(self, stream: SendStream, sink_buffers: SinkBuffers) -> None:
+        """There is memory for the prefix: the client may send it."""
+        peer, prefill = self.peer, stream.prefill
+        limits = StreamLimits(
+            min(self.ours.max_piece_bytes, peer.max_piece_bytes if peer else self.ours.max_piece_bytes),
+            self._credit.reserve_bytes,
+            self.is_sealed,
+        )
+        rows = (0, prefill.start)
+        digest = push_digest(prefill.token_hash)
+        lossless = tuple(codec for codec in prefill.codecs if codec == "zstd")
+        arrivals = Arrivals(digest, rows, lossless, self.layout, limits, sink_buffers)
+        arrivals.limit = self._credit.open(stream.stream_id)
+        stream.accept_push(arrivals)
+        self.settle(stream)
+
+    def open_piece(self, link: int, stream_id: int, piece: Piece, num_bytes: int) -> Target:
+        """Where a pushed piece goes. Raises RemoteProtocolError before anything is reserved."""
+        if stream_id > self._last_id:
+            raise UnknownFrame(f"PIECE for stream {stream_id}, the last one asked for is {self._last_id}")
+        stream = self.streams.get(stream_id)
+        if stream is None:
+            return discarding(num_bytes)
+        try:
+            return stream.open_piece(piece, num_bytes, link)
+        except RemoteProtocolError as e:
+            # Sent again it would be the same.
+            stream.fail(RequestDamaged(f"the pushed prefix contradicts itself: {e}"))
+            self.settle(stream)
+            raise
+
+    def piece_arrived(self, stream_id: int, piece: Piece, target: Target, opened: memoryview | None = None) -> None:
+        """A pushed piece is complete; `opened` is what it holds, where it came sealed."""
+        stream = self.streams.get(stream_id)
+        arrivals = stream.arrivals if stream is not None else None
+        if stream is None or arrivals is None or stream.phase is not Phase.ACCEPTED:
+            return
+        if isinstance(target.context, PieceContext) and target.context.arrivals is not arrivals:
+            return
+        arrivals.piece_arrived(target, opened)
+        self._events.extend(SegmentArrived(stream, s) for s in arrivals.take_whole())
+        if arrivals.was_landed(target, piece) and stream.is_attached:
+            self._outbox.append(Out(stream_id, PushAck((piece.no,), arrivals.limit)))
+
+    def segment_landed(self, stream: SendStream, segment: InSegment) -> bool:
+        """A pushed segment's bytes were verified and are in place. False when nobody wants it any more."""
+        if not stream.wants(segment):
+            return False
+        with self._push_ends(stream):
+            stream.push_landed(segment, self._credit.landed(stream.stream_id, segment.head.encoded))
+        self.settle(stream)
+        return True
+
+    @contextmanager
+    def _push_ends(self, stream: SendStream) -> Iterator[None]:
+        """Say it once when all of the prefix is there."""
+        was_pushed = stream.is_pushed
+        yield
+        if stream.is_pushed and not was_pushed:
+            self._credit.close(stream.stream_id)
+            self._events.append(PushMoved(stream))
 
     def _on_prefill(self, stream_id: int, prefill: Prefill, tokens: bytearray) -> None:
         before = self.streams.get(stream_id)
@@ -150,6 +263,8 @@ class ServerSession(Session):
     def _check(self, prefill: Prefill, tokens: bytearray) -> None:
         if prefill.start > prefill.num_tokens:
             raise BadMessage(f"PREFILL.start is {prefill.start}, must be 0..{prefill.num_tokens}")
+        if prefill.pushes and not prefill.start:
+            raise BadMessage("PREFILL.pushes is true where start is 0: there is no prefix")
         if largest_token(tokens) >= self.vocab_size:
             raise BadMessage(f"PREFILL: a token id is not below the vocabulary size {self.vocab_size}")
 

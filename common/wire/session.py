@@ -23,9 +23,11 @@ from common.errors import (
     UnknownFrame,
 )
 from common.layout import StateLayout
+from common.wire.arrivals import InSegment, PieceContext, SinkBuffers, StreamLimits, discarding
 from common.wire.credit import CreditPool
+from common.wire.departures import OutPiece, OutSegment
 from common.wire.frames import Target
-from common.wire.incoming import InSegment, PieceContext, ReceiveStream, SinkBuffers, StreamLimits, discarding
+from common.wire.incoming import ReceiveStream
 from common.wire.messages import (
     Ack,
     Cancel,
@@ -34,11 +36,12 @@ from common.wire.messages import (
     Message,
     Piece,
     Prefill,
+    PushAck,
     Resumed,
     check_outgoing,
 )
-from common.wire.outgoing import OutSegment, SendStream
-from common.wire.tables import Do, Phase
+from common.wire.outgoing import SendStream
+from common.wire.tables import Attach, Do, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +55,9 @@ class Out:
 
 @dataclass(frozen=True, slots=True)
 class SegmentArrived:
-    """All pieces are there: verify, decode, then call `segment_landed` or `fail`."""
+    """All pieces are there: verify, decode, then call `segment_landed` or `fail`. At the server: of a pushed prefix."""
 
-    stream: ReceiveStream
+    stream: ReceiveStream | SendStream
     segment: InSegment
 
 
@@ -89,13 +92,20 @@ class SegmentAcked:
 
 
 @dataclass(frozen=True, slots=True)
+class PushMoved:
+    """The peer takes the prefix, or some of it arrived. At the server: all of it did."""
+
+    stream: ReceiveStream | SendStream
+
+
+@dataclass(frozen=True, slots=True)
 class StreamResumed:
     """The client is back: the stream goes on."""
 
     stream: SendStream
 
 
-Event = SegmentArrived | StreamEnded | StreamRequested | StreamRefused | StreamResumed | SegmentAcked
+Event = SegmentArrived | StreamEnded | StreamRequested | StreamRefused | StreamResumed | SegmentAcked | PushMoved
 
 
 class Session:
@@ -216,6 +226,8 @@ class ClientSession(Session):
         if stream is not None:
             with self._lies_end(stream):
                 stream.receive(message, now)
+            if isinstance(message, PushAck):
+                self._events.append(PushMoved(stream))
             self._arrived(stream)
             self._settle(stream)
 
@@ -234,21 +246,35 @@ class ClientSession(Session):
         stream = self.streams.get(stream_id)
         if stream is None:
             return
-        if isinstance(target.context, PieceContext) and target.context.stream is not stream:
+        if isinstance(target.context, PieceContext) and target.context.arrivals is not stream.arrivals:
             return
         stream.piece_arrived(target, now, opened)
         self._arrived(stream)
-        if stream.was_landed(target, piece):
-            self._say(stream, Ack((piece.no,), stream.limit, False))
+        if stream.arrivals.was_landed(target, piece):
+            self._say(stream, Ack((piece.no,), stream.arrivals.limit, False))
 
     def segment_landed(self, stream: ReceiveStream, segment: InSegment, now: float) -> bool:
         """The segment's bytes were verified and are in place: acknowledge. False when nobody wants it any more."""
         if not stream.landed(segment, now):
             return False
-        stream.limit = self._credit.landed(stream.stream_id, segment.head.encoded)
-        self._say(stream, Ack((segment.head.no,), stream.limit, False))
+        stream.arrivals.limit = self._credit.landed(stream.stream_id, segment.head.encoded)
+        self._say(stream, Ack((segment.head.no,), stream.arrivals.limit, False))
         self._settle(stream)
         return True
+
+    def next_piece(self, link: int) -> OutPiece | None:
+        """The next piece of a pushed prefix for that link, streams in order; None when nothing may be sent."""
+        for stream in self.streams.values() if self.is_attached else ():
+            if stream.push is not None and stream.is_pushing and stream.attach is Attach.ATTACHED:
+                piece = stream.push.next_piece(link)
+                if piece is not None:
+                    return piece
+        return None
+
+    def push_all(self, stream: ReceiveStream) -> None:
+        """All of a stream's prefix was queued."""
+        stream.push_all()
+        self._settle(stream)
 
     def fail(self, stream: ReceiveStream, error: PdError) -> None:
         """End a stream for a reason of ours and tell the peer."""
@@ -283,15 +309,18 @@ class ClientSession(Session):
 
     def _settle(self, stream: ReceiveStream) -> None:
         """After any input: when the stream is over, tell the peer and the caller once, and hand on its credit."""
+        said, stream.outbox = stream.outbox, []
+        for message in said:
+            self._say(stream, message)
         if not stream.is_over or self.streams.pop(stream.stream_id, None) is None:
             return
         if stream.phase is Phase.DONE:
-            self._say(stream, Ack((), stream.limit, True))
+            self._say(stream, Ack((), stream.arrivals.limit, True))
         elif stream.phase is Phase.CANCELLED or not isinstance(stream.error, PeerError):
             self._say(stream, Cancel(_code(stream.error), str(stream.error).encode()[:1000].decode(errors="ignore")))
         self._credit.close(stream.stream_id)
         for stream_id, limit in self._credit.refresh().items():
-            self.streams[stream_id].limit = limit
+            self.streams[stream_id].arrivals.limit = limit
             self._say(self.streams[stream_id], Credit(limit))
         self._events.append(StreamEnded(stream))
 

@@ -83,6 +83,7 @@ CONTROL_OF_CLIENT: dict[Conn, dict[F, Conn]] = {
         F.STARTED: Conn.OPEN,
         F.PROGRESS: Conn.OPEN,
         F.COMPLETE: Conn.OPEN,
+        F.PUSH_ACK: Conn.OPEN,
     },
     Conn.DRAINING: {
         F.PING: Conn.DRAINING,
@@ -95,6 +96,7 @@ CONTROL_OF_CLIENT: dict[Conn, dict[F, Conn]] = {
         F.STARTED: Conn.DRAINING,
         F.PROGRESS: Conn.DRAINING,
         F.COMPLETE: Conn.DRAINING,
+        F.PUSH_ACK: Conn.DRAINING,
     },
 }
 CONTROL_OF_SERVER: dict[Conn, dict[F, Conn]] = {
@@ -112,6 +114,7 @@ CONTROL_OF_SERVER: dict[Conn, dict[F, Conn]] = {
         F.RESUME: Conn.OPEN,
         F.RESUMED: Conn.OPEN,
         F.MEASURE: Conn.OPEN,
+        F.PUSHED: Conn.OPEN,
     },
 }
 DATA_OF_CLIENT: dict[Conn, dict[F, Conn]] = {
@@ -122,7 +125,7 @@ DATA_OF_CLIENT: dict[Conn, dict[F, Conn]] = {
 DATA_OF_SERVER: dict[Conn, dict[F, Conn]] = {
     Conn.HELLO: {F.HELLO: Conn.AUTH, F.ERROR: Conn.CLOSED},
     Conn.AUTH: {F.AUTH: Conn.OPEN, F.ERROR: Conn.CLOSED},
-    Conn.OPEN: {F.PING: Conn.OPEN, F.PONG: Conn.OPEN, F.ERROR: Conn.OPEN},
+    Conn.OPEN: {F.PING: Conn.OPEN, F.PONG: Conn.OPEN, F.ERROR: Conn.OPEN, F.PIECE: Conn.OPEN},
 }
 CONNECTION: dict[tuple[Role, LinkKind], dict[Conn, dict[F, Conn]]] = {
     ("decode", "control"): CONTROL_OF_CLIENT,
@@ -131,8 +134,8 @@ CONNECTION: dict[tuple[Role, LinkKind], dict[Conn, dict[F, Conn]]] = {
     ("prefill", "data"): DATA_OF_SERVER,
 }
 
-_LATE_FOR_CLIENT = (F.ACCEPTED, F.REFUSED, F.STARTED, F.PROGRESS, F.PIECE, F.COMPLETE, F.ERROR)
-_LATE_FOR_SERVER = (F.ACK, Do.FINAL_ACK, F.CREDIT, F.CANCEL)
+_LATE_FOR_CLIENT = (F.ACCEPTED, F.PUSH_ACK, F.REFUSED, F.STARTED, F.PROGRESS, F.PIECE, F.COMPLETE, F.ERROR)
+_LATE_FOR_SERVER = (F.PIECE, F.PUSHED, F.ACK, Do.FINAL_ACK, F.CREDIT, F.CANCEL)
 _LATE_LOCALLY = (Do.FAIL, Do.CANCEL, Do.DETACH)
 
 CLIENT_STREAM: dict[Phase, dict[Input, Phase]] = {
@@ -154,6 +157,7 @@ CLIENT_STREAM: dict[Phase, dict[Input, Phase]] = {
     },
     Phase.ACCEPTED: {
         F.ACCEPTED: Phase.ACCEPTED,
+        F.PUSH_ACK: Phase.ACCEPTED,
         F.STARTED: Phase.STREAMING,
         F.PIECE: Phase.ACCEPTED,
         F.COMPLETE: Phase.COMPLETING,
@@ -208,6 +212,8 @@ SERVER_STREAM: dict[Phase, dict[Input, Phase]] = {
         Do.DETACH: Phase.CANCELLED,
     },
     Phase.ACCEPTED: {
+        F.PIECE: Phase.ACCEPTED,
+        F.PUSHED: Phase.ACCEPTED,
         F.ACK: Phase.ACCEPTED,
         F.CREDIT: Phase.ACCEPTED,
         F.CANCEL: Phase.CANCELLED,
@@ -218,6 +224,8 @@ SERVER_STREAM: dict[Phase, dict[Input, Phase]] = {
         Do.DETACH: Phase.ACCEPTED,
     },
     Phase.STREAMING: {
+        F.PIECE: Phase.STREAMING,
+        F.PUSHED: Phase.STREAMING,
         F.ACK: Phase.STREAMING,
         F.CREDIT: Phase.STREAMING,
         F.CANCEL: Phase.CANCELLED,
@@ -230,6 +238,8 @@ SERVER_STREAM: dict[Phase, dict[Input, Phase]] = {
         Do.DETACH: Phase.STREAMING,
     },
     Phase.COMPLETING: {
+        F.PIECE: Phase.COMPLETING,
+        F.PUSHED: Phase.COMPLETING,
         F.ACK: Phase.COMPLETING,
         Do.FINAL_ACK: Phase.DONE,
         F.CREDIT: Phase.COMPLETING,

@@ -138,7 +138,7 @@ class Peer:
     def __init__(self, name="p", state="ready", errors=()):
         self.name, self.state, self.errors, self.load, self.num_asked = name, state, list(errors), {}, 0
 
-    def prefill(self, request, sink):
+    def prefill(self, request, sink, source=None):
         self.num_asked += 1
         return Prefill(self.errors.pop(0) if self.errors else None)
 
@@ -146,6 +146,7 @@ class Peer:
 class Prefill:
     report = SimpleNamespace(
         wire_bytes=1,
+        pushed_bytes=0,
         raw_bytes=1,
         codec="raw",
         accepted_at=0.0,

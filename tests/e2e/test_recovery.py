@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,8 +19,9 @@ BODY = {"prompt": real_text(9000), "max_tokens": 12, "temperature": 0}
 
 @pytest.fixture
 def cluster(smollm2_dir, request) -> Iterator[Cluster]:
-    decoded = {"fallback": {"local_prefill_tokens_per_s": 10_000}}
-    with running_cluster(smollm2_dir, num_prefillds=request.param, decoded=decoded) as c:
+    num_prefillds, push = request.param
+    decoded = {"fallback": {"local_prefill_tokens_per_s": 10_000}, "routing": {"push": push}}
+    with running_cluster(smollm2_dir, num_prefillds=num_prefillds, decoded=decoded) as c:
         yield c
 
 
@@ -36,7 +39,12 @@ def killed_in_the_middle(cluster: Cluster, num_tokens: int) -> Any:
         pytest.fail(f"no prefilld computed {num_tokens} tokens")
 
 
-@pytest.mark.parametrize("cluster", [1, 2], indirect=True, ids=["the rest here", "the rest at another"])
+@pytest.mark.parametrize(
+    "cluster",
+    [(1, "auto"), (2, "never"), (2, "always")],
+    indirect=True,
+    ids=["the rest here", "the rest at another", "the rest at another that gets what there is"],
+)
 def test_a_killed_peers_work_is_kept(cluster: Cluster) -> None:
     expected = cluster.post("/v1/completions", BODY, {"X-Prfaas-Route": "local"})["choices"][0]["text"]
     answer = killed_in_the_middle(cluster, 768)
@@ -49,8 +57,16 @@ def test_a_killed_peers_work_is_kept(cluster: Cluster) -> None:
     assert second["terms"]["uncached_tokens"] == num_uncached - first["kept_tokens"]
     assert second["route"] == ("remote" if len(cluster.prefillds) == 2 else "local")
     metric = f"prfaas_kept_prompt_tokens_total {float(first['kept_tokens'])}"
-    assert metric in cluster.get("/metrics")
+    metrics = cluster.get("/metrics")
+    assert metric in metrics
     if second["route"] == "remote":
         # Each row crossed once, but for what was under way when the first peer died.
         bytes_of_token = 30 * 2 * 3 * 64 * 4
         assert told["report"]["raw_bytes"] == (num_uncached - first["kept_tokens"]) * bytes_of_token
+        assert second["terms"]["pushes_prefix"] == ("pushed_bytes" in second)
+    if "pushed_bytes" in second:
+        found = re.search(rf'prfaas_pushed_bytes_total{{peer="{second["peer"]}"}} (\S+)', metrics)
+        assert found and float(found[1]) == second["pushed_bytes"]
+        [other] = [p for p in cluster.prefillds if p.process is not None and p.process.poll() is None]
+        with urllib.request.urlopen(f"http://127.0.0.1:{other.config['http']['port']}/metrics", timeout=10) as page:
+            assert f"prfaas_pushed_prompt_tokens_total {float(first['kept_tokens'])}" in page.read().decode()

@@ -31,6 +31,8 @@ REQUIRED = (
     "path: a silent drop noticed by heartbeat",
     "path: a verified prefix is left of a failure",
     "path: all was verified and COMPLETE never came",
+    "path: a pushed prefix was taken",
+    "path: a whole request's prefix was pushed",
     "path: another instance came back while streams waited",
     "path: asked again after the control link was lost",
     "path: damaged bytes found by a frame's checksum",

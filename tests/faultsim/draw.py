@@ -70,6 +70,7 @@ def _want(rng: random.Random, number: int, plan: Plan, num_decodeds: int, num_pr
         deadline_s=rng.choice((0.1, 0.6, 3.0, 20.0)) if rng.random() < 0.3 else None,
         cancel_s=rng.choice((0.0, 0.05, 0.3, 1.0)) * rng.random() if rng.random() < 0.15 else None,
         num_output=rng.choice((1, 1, 1, 4)),
+        pushes=0 < start < num_tokens and rng.random() < 0.6,
         codec="zstd" if plan.model.is_plain else rng.choice(("raw", "zstd")),
     )
 
@@ -111,6 +112,8 @@ def _plan(rng: random.Random) -> Plan:
         max_attempts=rng.choice((1, 2)),
         max_admitted=rng.choice((1, 8)),
         is_traced=rng.random() < 0.03,
+        push=rng.choice(("always", "always", "never")),
+        is_sealed=rng.random() < 0.3,
     )
 
 

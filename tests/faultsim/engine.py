@@ -19,7 +19,7 @@ import numpy.random  # not at first use: that draws from `secrets`
 from common.errors import EngineDead
 from common.fake import FakeExecutor, FakeOptions, FakeSlot
 from common.layout import StateLayout
-from common.local_backend import LocalBackend
+from common.local_backend import LocalBackend, LocalSource
 from common.request import SamplingParams
 from common.sched.sequence import Sequence
 from common.worker import EngineWorker, WorkerOptions
@@ -158,6 +158,12 @@ def _expected_slot(model: Model, tokens: tuple[int, ...], num_more: int) -> tupl
         out.append(prototype._decode_row(seq).token_id)
         seq.tokens.append(out[-1])
     return slot, tuple(out)
+
+
+def source_of(model: Model, tokens: tuple[int, ...]) -> LocalSource:
+    """The state of these tokens, as a decoded holds it that has them."""
+    options = WorkerOptions(chunk_tokens=model.chunk_tokens, segment_bytes=1 << 14)
+    return LocalSource(layout_of(model), _expected_slot(model, tokens, 0)[0], options)
 
 
 def expected_tokens(model: Model, prompt: tuple[int, ...], num_output: int) -> tuple[int, ...]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from common.errors import ChecksumMismatch
-from common.net import dialer, link, pool, remote, server_peer, server_stream
-from common.net.codecs import CodecPool
-from common.wire import connection, credit, incoming, outgoing, serving, session
+from common.net import codecs, dialer, landing, link, pool, remote, server_peer, server_stream
+from common.net.codecs import Verification
+from common.wire import arrivals, connection, credit, departures, incoming, outgoing, serving, session
 from common.wire.tables import Phase
 from decoded import active
 from prefilld import stream
@@ -22,31 +23,27 @@ def _nothing(*_: Any, **__: Any) -> None:
     """In place of what is forgotten."""
 
 
-async def _verify_nothing(
-    self: CodecPool, codec: str, digest: bytes, views: Any, sink_views: Callable[[], Any], runs: Any
-) -> None:
-    def work(c: Any) -> None:
-        if codec != "raw":
-            c.decode(views[0], sink_views(), runs)
-
-    await self._run(codec, sum(n for n, _ in runs), work)
+def _verify_nothing(self: Verification, codec: Any, sink_views: Callable[[], Any]) -> None:
+    _REAL_VERIFY(replace(self, digest=codecs.segment_digest(self.views)), codec, sink_views)
 
 
-async def _land_before_verifying(self: remote.RemotePrefill, segment: Any) -> None:
-    stream_, head = self._stream, segment.head
-    if not stream_.wants(segment):
+async def _land_before_verifying(self: landing.Landing, segment: Any) -> None:
+    receiver, head = self._receiver, segment.head
+    if not receiver.wants(segment):
         return
-    views = segment.views
+    views, apart = tuple(segment.views), segment.is_apart
     self._sink.landed(head.start, head.stop, head.layers)
-    self._session.segment_landed(stream_, segment, remote.now())
-    self.flush()
-    runs = remote.element_runs(stream_.layout, head.start, head.stop, head.layers)
+    receiver.landed(segment)
+    receiver.flush()
+    shape = landing.segment_shape(self._layout, head.start, head.stop, head.layers)
     try:
-        into = self._sink.buffers(head.start, head.stop, head.layers)
-        await self._codecs.verify(head.codec, head.digest, views, lambda: into, runs)
+        await self._codecs.verify(
+            Verification(head.codec, head.digest, views, apart, shape),
+            lambda: self._sink.buffers(head.start, head.stop, head.layers),
+        )
     except ChecksumMismatch as e:
-        self._session.fail(stream_, remote.TransferIncomplete(str(e)))
-    self.flush()
+        receiver.failed(landing.TransferIncomplete(str(e)))
+    receiver.flush()
 
 
 def _finish_at_complete(self: incoming.ReceiveStream, now: float) -> None:
@@ -60,7 +57,7 @@ def _same_handle(self: outgoing.SendStream, resume: Any, handle: bytes) -> Any:
     return _REAL_ON_RESUME(self, resume, self.handle)
 
 
-def _resend_nothing(self: outgoing.SendStream) -> None:
+def _resend_nothing(self: departures.Departures) -> None:
     self._pending.clear()
 
 
@@ -81,7 +78,7 @@ def _no_more_credit(self: credit.CreditPool, stream_id: int, num_bytes: int) -> 
     return self._limits.get(stream_id, 0)
 
 
-def _send_beyond_credit(self: outgoing.SendStream, link_no: int) -> Any:
+def _send_beyond_credit(self: departures.Departures, link_no: int) -> Any:
     limit, self.limit = self.limit, 1 << 60
     try:
         return _REAL_NEXT_PIECE(self, link_no)
@@ -129,11 +126,11 @@ def _two_outcomes(self: Any, outcome: str) -> None:
 def _use_prefix_of_all(self: incoming.ReceiveStream) -> int:
     if self.phase is Phase.DONE:
         return self.prefill.num_tokens
-    return self._coverage.prefix(s.head for s in self._segments.values())
+    return self.arrivals._coverage.prefix(s.head for s in self.arrivals.segments.values())
 
 
-def _keep_flying(self: incoming.ReceiveStream, number: int | None) -> None:
-    for segment in self._segments.values():
+def _keep_flying(self: arrivals.Arrivals, number: int | None) -> None:
+    for segment in self.segments.values():
         for index, target in list(segment.flying.items()):
             if number is None or target.context.link == number:
                 segment.have[index] = 1
@@ -141,8 +138,11 @@ def _keep_flying(self: incoming.ReceiveStream, number: int | None) -> None:
 
 
 def _no_early_discard(self: incoming.ReceiveStream) -> list[Any]:
-    whole, self._whole = self._whole, []
-    return whole
+    return self.arrivals.take_whole()
+
+
+def _push_done_when_said(self: outgoing.SendStream) -> None:
+    self.is_pushed = self._pushed is not None
 
 
 def _forget_asked_again(self: session.ClientSession, now: float) -> None:
@@ -175,23 +175,24 @@ _REAL_DIAL_DOWN = pool.PeerClient.dial_down
 _REAL_ON_RESUME = outgoing.SendStream.on_resume
 _REAL_OS_FAILURE = dialer.Dialer._os_failure
 _REAL_ATTACH = session.ClientSession.attach
-_REAL_NEXT_PIECE = outgoing.SendStream.next_piece
+_REAL_NEXT_PIECE = departures.Departures.next_piece
+_REAL_VERIFY = Verification.run
 
 _REAL_CLOSE = active.ActiveRequest._close
 
 MUTANTS: dict[str, tuple[Any, str, Any]] = {
-    "skip the digest check": (CodecPool, "verify", _verify_nothing),
-    "acknowledge before verifying": (remote.RemotePrefill, "_land", _land_before_verifying),
+    "skip the digest check": (Verification, "run", _verify_nothing),
+    "acknowledge before verifying": (landing.Landing, "_land", _land_before_verifying),
     "done at Complete, whatever is missing": (incoming.ReceiveStream, "_try_finish", _finish_at_complete),
-    "forget what a lost link carried": (outgoing.SendStream, "link_lost", _nothing),
+    "forget what a lost link carried": (departures.Departures, "link_lost", _nothing),
     "use a handle again": (outgoing.SendStream, "on_resume", _same_handle),
-    "resend nothing after Resume": (outgoing.SendStream, "_requeue", _resend_nothing),
+    "resend nothing after Resume": (departures.Departures, "requeue", _resend_nothing),
     "detached streams live for ever at prefilld": (serving.ServerSession, "expire", _nothing),
     "detached streams live for ever at decoded": (session.ClientSession, "expire", _nothing),
     "no descriptors here means nobody there": (dialer.Dialer, "_os_failure", _retry_same_peer_as_dead),
     "another instance is taken for the same": (session.ClientSession, "attach", _ignore_instance),
     "credit is never given again": (credit.CreditPool, "landed", _no_more_credit),
-    "send beyond the credit": (outgoing.SendStream, "next_piece", _send_beyond_credit),
+    "send beyond the credit": (departures.Departures, "next_piece", _send_beyond_credit),
     "write to full links": (server_peer.ServerPeer, "pump", _pump_whatever_is_full),
     "silence is never noticed": (connection.Connection, "_silence_s", _never_silent),
     "a slot is never given back": (stream.StreamHandler, "_release", _keep_slot),
@@ -199,7 +200,7 @@ MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "failed links keep their socket": (link.Link, "_write", _stop_reading_only),
     "the deadline is not kept": (remote.RemotePrefill, "start_deadline", _nothing),
     "unverified rows count as verified": (incoming.ReceiveStream, "verified_prefix", _use_prefix_of_all),
-    "half a piece counts as whole": (incoming.ReceiveStream, "link_lost", _keep_flying),
+    "half a piece counts as whole": (arrivals.Arrivals, "link_lost", _keep_flying),
     "segments are taken before Accepted": (incoming.ReceiveStream, "take_whole", _no_early_discard),
     "streams are not detached": (session.ClientSession, "detach", _forget_asked_again),
     "an outcome is counted again": (active.ActiveRequest, "_close", _two_outcomes),
@@ -211,6 +212,9 @@ MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "streams that were not mentioned live on": (serving.ServerSession, "_on_resumed", _nothing),
     "the lease ends when it begins": (session.ClientSession, "detach", _detach_and_give_up),
     "one refused connect means that nobody is there": (pool.PeerClient, "dial_down", _no_patience),
+    "a pushed prefix counts before it is whole": (outgoing.SendStream, "_try_push", _push_done_when_said),
+    "a push is not repeated after Resume": (incoming.ReceiveStream, "_repeat_push", _nothing),
+    "a push is never said to be all": (session.ClientSession, "push_all", _nothing),
     "the lease goes on after the session is back": (pool.PeerClient, "_cancel_lease", _nothing),
 }
 

@@ -19,6 +19,7 @@ from common.net.server import PrefillServer
 from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.egress import Egress, EgressLimits
 from common.policy.fallback import FallbackBudget
+from common.policy.push import PushMode
 from decoded.config import DecodeConfig, PeerConfig
 from decoded.dispatch import Dispatcher, DispatchSettings
 from decoded.peers import PeerSet
@@ -48,6 +49,9 @@ class Plan:
     max_attempts: int = 2
     max_admitted: int = 8
     is_traced: bool = False
+    push: PushMode = "always"
+    is_sealed: bool = False
+    """Mode "tls": data links are sealed."""
 
 
 class Tally:
@@ -138,7 +142,9 @@ class Node:
 
     def end(self) -> LocalEnd:
         """Our side of every session: each incarnation has an instance id of its own."""
-        return LocalEnd(self.role, self.name, self.process.name, self.backend.info, Security("key", (KEY,)))  # type: ignore[arg-type]
+        tls: Any = object()  # its channels are channel.py's
+        security = Security("tls", tls=tls) if self.plan.is_sealed else Security("key", (KEY,))
+        return LocalEnd(self.role, self.name, self.process.name, self.backend.info, security)  # type: ignore[arg-type]
 
     @property
     def num_sequences(self) -> int:
@@ -236,7 +242,7 @@ class Decoded(Node):
             self.peers.clients,
             admission=AdmissionController(AdmissionLimits(plan.max_admitted, 8, 1 << 20, 1 << 30)),
             fallback=FallbackBudget(plan.fallback_tokens_per_s, 300.0),
-            settings=DispatchSettings("remote-only", 0, plan.max_attempts, plan.progress_timeout_s, 30.0),
+            settings=DispatchSettings("remote-only", 0, plan.max_attempts, plan.progress_timeout_s, 30.0, plan.push),
             metrics=self.metrics,  # type: ignore[arg-type]
             peers_changed=self.peers.changed,
         )

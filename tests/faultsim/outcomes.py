@@ -56,6 +56,8 @@ class Outcomes:
     def _count(self, want: Want, outcome: str) -> None:
         self.world.count(f"outcome: {want.kind} {outcome}")
         if want.kind == "whole" and outcome == "ok":
+            if want.pushed_bytes:
+                self.world.count("path: a whole request's prefix was pushed")
             if want.report.route == "local":
                 self.world.count("path: fallback to local prefill")
             elif len(set(want.peers)) > 1:
@@ -72,7 +74,8 @@ class Outcomes:
         if want.kind == "whole":
             check(outcome in _OF_WHOLE, f"{name} is no way for a request to end")
         if outcome in _REFUSED:
-            check(not want.report.accepted_at, f"{name} after it was accepted")
+            is_push = want.pushes and outcome == "RequestDamaged"
+            check(is_push or not want.report.accepted_at, f"{name} after it was accepted")
         check(outcome != "PeerInvalid" or want.start == want.num_tokens, name)
 
     def _check_survival(self, want: Want, outcome: str) -> None:

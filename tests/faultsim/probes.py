@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from common.local_backend import LocalGeneration
+from common.local_backend import LocalGeneration, LocalPrefill
 from common.net import codecs, dialer, link, pool, server
-from common.wire import outgoing, serving, session
+from common.wire import departures, outgoing, serving, session
 from common.wire.connection import FAULT_CODES, Closed
 from common.wire.messages import (
     Accepted,
@@ -27,11 +27,13 @@ from common.wire.messages import (
     Message,
     Piece,
     Prefill,
+    PushAck,
     Refused,
     Resume,
     Resumed,
 )
 from tests.faultsim import engine
+from tests.faultsim.channel import SimChannel
 from tests.faultsim.loop import PROCESS
 from tests.faultsim.transport import SimTransport
 from tests.faultsim.world import World
@@ -45,6 +47,7 @@ class Watch:
     def __init__(self, world: World) -> None:
         self.world = world
         self.granted: dict[tuple[str, str, int], int] = {}
+        self.push_granted: dict[tuple[str, str, int], int] = {}
         self.request_ids: dict[tuple[str, str, int], str] = {}
         self.sent_bytes: Counter[str] = Counter()
         """Payload of pieces by request id, resends and all peers included."""
@@ -67,8 +70,10 @@ class Watch:
         if isinstance(message, Piece):
             world.trace("piece", transport.connection.name, stream_id, message.no, message.offset)
             num_bytes = min(message.piece, message.encoded - message.offset)
-            self.sent_bytes[self.request_ids.get(key, "?")] += num_bytes
-            most = self.granted.get(key, 0)
+            is_pushed = transport.side == "client"
+            if not is_pushed:
+                self.sent_bytes[self.request_ids.get(key, "?")] += num_bytes
+            most = (self.push_granted if is_pushed else self.granted).get(key, 0)
             if message.at + message.encoded > most:
                 world.fail(f"stream {key}: bytes to {message.at + message.encoded} were sent, {most} are granted")
             return
@@ -76,6 +81,7 @@ class Watch:
             world.trace("says", transport.process.name, stream_id, message.type.name)
         if isinstance(message, Prefill):
             self.granted[key] = message.limit
+            self.push_granted.pop(key, None)
             if key in self.request_ids:
                 world.count("path: asked again after the control link was lost")
             self.request_ids[key] = message.request_id
@@ -83,6 +89,9 @@ class Watch:
             world.check(key in self.request_ids, f"stream {key}: {message.type.name} to whom it was not requested from")
             world.check(message.limit >= self.granted.get(key, 0), f"stream {key}: the credit shrinks: {message}")
             self.granted[key] = message.limit
+        elif isinstance(message, PushAck):
+            world.check(message.limit >= self.push_granted.get(key, 0), f"stream {key}: credit shrinks: {message}")
+            self.push_granted[key] = message.limit
         elif isinstance(message, Accepted):
             self._accepts(key, message)
         elif isinstance(message, Refused):
@@ -155,6 +164,13 @@ class Watch:
         self.world.check(not wrong, f"{request.request_id}: a token is made from wrong state: {wrong}")
         self.world.count("path: remote state became tokens")
 
+    def prefix_taken(self, job: Any) -> None:
+        """prefilld is about to compute on top of state that a decoded pushed."""
+        seq = job._seq
+        wrong = engine.wrong_rows(self.world.model, seq.slot, tuple(seq.tokens[: seq.start]), 0, seq.start)
+        self.world.check(not wrong, f"prefilld goes on from wrong state: {wrong}")
+        self.world.count("path: a pushed prefix was taken")
+
 
 def _where(message: Message) -> tuple[int, int]:
     """Where in its frame a message is damaged: in the payload where there is one, roughly."""
@@ -187,8 +203,8 @@ def _sends(watch: Watch, real: Callable[..., None]) -> Callable[..., None]:
 
 
 def _sends_piece(watch: Watch, real: Callable[..., None]) -> Callable[..., None]:
-    def send_piece(self: link.Link, piece: outgoing.OutPiece) -> None:
-        watch.sent(_transport(self), piece.stream.stream_id, piece.message)
+    def send_piece(self: link.Link, piece: departures.OutPiece) -> None:
+        watch.sent(_transport(self), piece.stream_id, piece.message)
         real(self, piece)
 
     return send_piece
@@ -212,10 +228,11 @@ def _closes(watch: Watch, real: Callable[..., None]) -> Callable[..., None]:
 
 def _loses_link(watch: Watch, real: Callable[..., None]) -> Callable[..., None]:
     def link_lost(self: outgoing.SendStream, number: int) -> None:
-        before = len(self._pending)
+        before = len(self.departures._pending)
         real(self, number)
         if self.is_attached:
-            watch.world.count("path: resent after a data link was lost", max(0, len(self._pending) - before))
+            again = max(0, len(self.departures._pending) - before)
+            watch.world.count("path: resent after a data link was lost", again)
 
     return link_lost
 
@@ -273,6 +290,14 @@ def _imports(watch: Watch, real: Callable[..., None]) -> Callable[..., None]:
     return import_done
 
 
+def _takes_prefix(watch: Watch, real: Callable[..., None]) -> Callable[..., None]:
+    def import_done(self: Any) -> None:
+        watch.prefix_taken(self)
+        real(self)
+
+    return import_done
+
+
 def _wrappers(watch: Watch) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     yield link.Link, "send", _sends(watch, link.Link.send)
     yield link.Link, "send_piece", _sends_piece(watch, link.Link.send_piece)
@@ -285,6 +310,7 @@ def _wrappers(watch: Watch) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     yield session.ClientSession, "attach", _attaches(watch, session.ClientSession.attach)
     yield pool.PeerClient, "dial_down", _goes_down(watch, pool.PeerClient.dial_down)
     yield LocalGeneration, "import_done", _imports(watch, LocalGeneration.import_done)
+    yield LocalPrefill, "import_done", _takes_prefix(watch, LocalPrefill.import_done)
 
 
 @contextmanager
@@ -302,6 +328,8 @@ def under(world: World, *, inline_bytes: int | None) -> Iterator[Watch]:
             (secrets, "randbits", chance.getrandbits),
             (random, "uniform", chance.uniform),
             (random, "random", chance.random),
+            (pool, "TlsChannel", SimChannel),
+            (server, "TlsChannel", SimChannel),
             *_wrappers(watch),
         ]
         if inline_bytes is not None:

@@ -3,7 +3,7 @@
 draw.py        seed -> Script: settings, paths, requests, faults      test_found.py writes scripts by hand
 nodes.py       both daemons, real from the dispatcher and the handler down to the links, over engine.py's fake engine
 users.py       who asks for tokens or for state, and compares every byte
-loop.py, network.py, transport.py      virtual time, processes, TCP
+loop.py, network.py, transport.py      virtual time, processes, TCP       channel.py  what stands for TLS
 faults.py      what goes wrong                                        mutants.py: what somebody could get wrong
 probes.py, invariants.py, outcomes.py  rules: of the protocol as spoken, of memory between steps, of how requests end
 """

@@ -15,6 +15,8 @@ LONG = (
     "segments are taken before Accepted",
 )
 """What only some hundred seeds show: on the long list."""
+BY_SCRIPT = ("a push is not repeated after Resume",)
+"""Shown by a script in test_found.py."""
 
 
 def found_at(name: str) -> int:
@@ -26,7 +28,7 @@ def found_at(name: str) -> int:
     pytest.fail(f"{MAX_SEEDS} seeds did not show the mutant {name!r}")
 
 
-@pytest.mark.parametrize("name", [name for name in MUTANTS if name not in LONG])
+@pytest.mark.parametrize("name", [name for name in MUTANTS if name not in LONG + BY_SCRIPT])
 def test_mistake_is_found(name):
     seed = found_at(name)
     assert not simulate(seed).violation, "the seed shows the mistake, and nothing else"

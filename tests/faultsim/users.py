@@ -38,6 +38,7 @@ class Want:
     cancel_s: float | None = None
     num_output: int = 1
     codec: str = "raw"
+    pushes: bool = False
     tokens: tuple[int, ...] = ()
     process: Process | None = None
     asked_at: float = 0.0
@@ -47,6 +48,7 @@ class Want:
     slot: FakeSlot | None = None
     sink: Sink | None = None
     report: Any = None
+    pushed_bytes: int = 0
     peers: tuple[str, ...] = ()
     """Of a whole one: where it was sent, one after the other."""
 
@@ -119,6 +121,7 @@ class User:
             return type(e).__name__
         want.report = active.report
         want.peers = tuple(d["peer"] for d in active.decisions if d["route"] == "remote")
+        want.pushed_bytes = sum(d.get("pushed_bytes", 0) for d in active.decisions)
         if active.report.outcome == "cancelled":
             check(want.is_cancelled, f"{want.name} was cancelled by nobody")
             return "cancelled"
@@ -140,10 +143,16 @@ class User:
         slot.prepare_import(want.num_tokens)
         sink = want.sink = Sink(slot, engine.layout_of(self.model))
         request = RemoteRequest(
-            want.name, want.tokens[:-1], want.start, deadline_s=want.deadline_s, codecs=(want.codec,)
+            want.name,
+            want.tokens[:-1],
+            want.start,
+            deadline_s=want.deadline_s,
+            codecs=(want.codec,),
+            pushes=want.pushes,
         )
+        source = engine.source_of(self.model, want.tokens[: want.start]) if want.pushes else None
         try:
-            prefill = self._client().prefill(request, sink)
+            prefill = self._client().prefill(request, sink, source)
         except (PeerError, TransferError) as e:
             engine.poison(slot)
             return f"not asked: {type(e).__name__}"

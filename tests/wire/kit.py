@@ -193,7 +193,7 @@ class Ends:
         self.layout, self.now, self.codec = layout, 0.0, Codec()
         self.handles = 0
         self.client = ClientSession(ack("decode", **limits), layout, credit_bytes)
-        self.server = ServerSession(ack("prefill", **limits), VOCAB, self._handle)
+        self.server = ServerSession(ack("prefill", **limits), layout, VOCAB, self._handle, credit_bytes=credit_bytes)
         self.attach()
 
     def _handle(self) -> bytes:
@@ -245,10 +245,55 @@ class Ends:
         data = b"".join(bytes(p) for p in piece.payload())
         if flip and data:
             data = bytes([data[0] ^ 1]) + data[1:]
-        stream_id = piece.stream.stream_id
+        stream_id = piece.stream_id
         target = self.client.open_piece(link, stream_id, piece.message, len(data))
         fill(target, data)
         self.client.piece_arrived(stream_id, piece.message, target, self.now)
+
+    # ---- a pushed prefix
+
+    def queue_push(self, stream: ReceiveStream, source: Sink, segments, codec: str = "raw", piece: int = 4096):
+        for start, stop, layers in segments:
+            shape = segment_shape(self.layout, start, stop, layers)
+            encoded = self.codec.encode(codec, source.buffers(start, stop, layers), shape)
+            stream.push.add((start, stop), layers, sum(run.num_bytes for run in shape), encoded, piece)
+
+    def carry_up(self, piece, link: int = 1, *, flip: bool = False) -> None:
+        """One pushed piece from the client's memory to the server's."""
+        data = b"".join(bytes(p) for p in piece.payload())
+        if flip and data:
+            data = bytes([data[0] ^ 1]) + data[1:]
+        target = self.server.open_piece(link, piece.stream_id, piece.message, len(data))
+        fill(target, data)
+        self.server.piece_arrived(piece.stream_id, piece.message, target)
+
+    def land_push(self, sink: Sink | None = None) -> list[object]:
+        """Verify and decode what was pushed; answers all events."""
+        events = self.server.events()
+        for event in events:
+            if isinstance(event, SegmentArrived) and event.stream.wants(event.segment):
+                head = event.segment.head
+                assert segment_digest(event.segment.views) == head.digest
+                if head.codec != "raw" and sink is not None:
+                    shape = segment_shape(self.layout, head.start, head.stop, head.layers)
+                    out = sink.buffers(head.start, head.stop, head.layers)
+                    self.codec.decode(head.codec, event.segment.views[0], out, shape)
+                self.server.segment_landed(event.stream, event.segment)
+        return [*events, *self.server.events()]
+
+    def push(self, sink: Sink | None = None) -> list[object]:
+        """Carry and land all that may be pushed; answers the server's events."""
+        found: list[object] = []
+        while True:
+            self.talk()
+            moved = False
+            while (piece := self.client.next_piece(1)) is not None:
+                self.carry_up(piece)
+                moved = True
+            found += self.land_push(sink)
+            self.talk()
+            if not moved:
+                return found
 
     def land(self, sink: Sink | None = None) -> int:
         """Verify and decode what has arrived; answers how many segments."""

@@ -1,8 +1,8 @@
 """A whole exchange of two ends in memory, with one bit flipped on the way: the same state, or a typed error, always.
 
-Handshakes of a control and a data link, three prefills (one cancelled), heartbeats, Status, Drain, loss of all links,
-Resume. Every bit of every frame's headers is flipped before the end that reads it; bits of payloads, and some of
-everything, in whole runs (a bit of every byte in the test marked slow).
+Handshakes of a control and a data link, four prefills (one cancelled, one whose prefix is pushed), heartbeats,
+Status, Drain, loss of all links, Resume. Every bit of every frame's headers is flipped before the end that reads it;
+bits of payloads, and some of everything, in whole runs (a bit of every byte in the test marked slow).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import pytest
@@ -31,13 +31,14 @@ from common.wire.frames import FrameType, Target
 from common.wire.incoming import ReceiveStream
 from common.wire.messages import Drain, Piece, Status
 from common.wire.outgoing import SendStream
-from common.wire.session import SegmentArrived, StreamEnded
+from common.wire.session import PushMoved, SegmentArrived, StreamEnded
 from common.wire.tables import Phase
 from common.wire.tokens import unpack_tokens
 from tests.wire.kit import LAYOUT, SESSION, VOCAB, Ends, Sink, client, cut, prefill, server
 
 N = 12
-CODECS = {1: "zstd", 2: "raw", 3: "raw"}
+CODECS = {1: "zstd", 2: "raw", 3: "raw", 4: "raw"}
+START = {4: 5}
 Where = tuple[str, int]
 """Direction and link, as "up 0", and the number of a bit of all that is sent there."""
 Probe = Callable[[Connection, bytes], None]
@@ -95,6 +96,8 @@ class Exchange:
         self.sinks = {s: Sink(LAYOUT, N) for s in CODECS}
         self.waiting: list[tuple[SendStream, list[tuple[int, int, tuple[int, ...]]]]] = []
         self.sources: dict[SendStream, Sink] = {}
+        self.prefixes: dict[SendStream, Sink] = {}
+        self.pushed: set[object] = set()
         self.links: dict[int, tuple[Connection, Connection]] = {}
         self.most = 10**9
 
@@ -102,7 +105,9 @@ class Exchange:
         self.connect()
         for s in CODECS:
             tokens = b"".join(((s * 31 + i) % VOCAB).to_bytes(4, "little") for i in range(N))
-            asked = prefill(N, request_id=f"r{s}", codecs=(CODECS[s],), deadline_s=9.5, salt=b"salt")
+            start = START.get(s, 0)
+            asked = prefill(N, start, request_id=f"r{s}", codecs=(CODECS[s],), deadline_s=9.5, salt=b"salt")
+            asked = replace(asked, pushes=start > 0)
             if self.ends.client.is_attached:
                 self.streams[s] = self.ends.client.request(asked, tokens, self.sinks[s].buffers, 0.0)
         self.most = 3  # segments of each stream, until the links go
@@ -129,7 +134,8 @@ class Exchange:
         if key is not None and self.ends.client.is_attached and self.ends.server.is_attached:
             found = self.links[0][1].handshake.session_key
             data = client(link=1, data_key=key, open_piece=self.open_piece)
-            self.links[1] = (data, server(find_key=lambda session: found if session == SESSION else None))
+            find_key = lambda session: found if session == SESSION else None  # noqa: E731
+            self.links[1] = (data, server(find_key=find_key, open_piece=self.open_push))
             self.move()
 
     def lose(self) -> None:
@@ -211,13 +217,18 @@ class Exchange:
             session.receive(event.stream_id, event.message, 0.0)
 
     def on_server(self, event: Opened | Received, connection: Connection) -> None:
-        if isinstance(event, Received):
+        if isinstance(event, Received) and isinstance(event.message, Piece):
+            self.ends.server.piece_arrived(event.stream_id, event.message, event.payload)
+        elif isinstance(event, Received):
             self.ends.server.receive(event.stream_id, event.message, event.payload)
         elif event.peer is not None:
             self.ends.server.attach(event.peer)
 
     def open_piece(self, stream_id: int, piece: Piece, num_bytes: int) -> Target:
         return self.ends.client.open_piece(1, stream_id, piece, num_bytes)
+
+    def open_push(self, stream_id: int, piece: Piece, num_bytes: int) -> Target:
+        return self.ends.server.open_piece(1, stream_id, piece, num_bytes)
 
     def serve(self) -> None:
         """The engine: state that follows from the tokens that arrived."""
@@ -227,11 +238,21 @@ class Exchange:
                 tokens = unpack_tokens(served.tokens)
                 self.sources[served] = state_of(tokens)
                 served.accept(self.ends._handle(), 0, 0.0)
+                if served.prefill.pushes:
+                    prefix = self.prefixes[served] = Sink(LAYOUT, served.prefill.start)
+                    session.accept_push(served, prefix.buffers)
+                    continue
                 served.start(0.0)
                 self.waiting.append((served, cut(LAYOUT, served.prefill.start, len(tokens), 7)))
                 session.settle(served)
+            elif served.is_pushed and served.phase is Phase.ACCEPTED:
+                start, tokens = served.prefill.start, unpack_tokens(served.tokens)
+                assert self.prefixes[served].equals(state_of(tokens[:start]), 0, start), "a wrong prefix is taken"
+                served.start(0.0)
+                self.waiting.append((served, cut(LAYOUT, start, len(tokens), 7)))
+                session.settle(served)
         for served, segments in self.waiting:
-            while segments and not served.is_over and served.next_no < self.most:
+            while segments and not served.is_over and served.departures.next_no < self.most:
                 self.send(served, segments.pop(0))
                 if not segments:
                     served.complete(served.prefill.num_tokens, 0.5)
@@ -250,6 +271,17 @@ class Exchange:
                 self.errors.append(event.stream.error)
             elif isinstance(event, SegmentArrived) and event.stream.wants(event.segment):
                 self.land_one(event.stream, event.segment)
+            elif (
+                isinstance(event, PushMoved) and event.stream.push is not None and event.stream.push not in self.pushed
+            ):
+                self.pushed.add(event.stream.push)
+                start = event.stream.prefill.start
+                source = state_of(unpack_tokens(event.stream.tokens)[:start])
+                self.ends.queue_push(event.stream, source, cut(LAYOUT, 0, start, 2))
+                session.push_all(event.stream)
+        for event in self.ends.server.events():
+            if isinstance(event, SegmentArrived) and event.stream.wants(event.segment):
+                self.land_pushed(event.stream, event.segment)
 
     def land_one(self, stream: ReceiveStream, segment) -> None:
         head, session = segment.head, self.ends.client
@@ -266,16 +298,22 @@ class Exchange:
                 return
         session.segment_landed(stream, segment, 0.0)
 
+    def land_pushed(self, served: SendStream, segment) -> None:
+        if segment_digest(segment.views) != segment.head.digest:
+            served.fail(RequestDamaged("a pushed segment is damaged"))
+            self.ends.server.settle(served)
+            return
+        self.ends.server.segment_landed(served, segment)
+
     def flush(self) -> None:
         a, b = self.links.get(0, (None, None))
         for session, connection in ((self.ends.client, a), (self.ends.server, b)):
             for out in session.take_outbox():
                 if connection is not None and connection.is_open:
                     connection.send(out.message, out.stream_id, (out.payload,), len(out.payload))
-        self.ends.server.events()
-        data = self.links.get(1, (None, None))[1]
-        while data is not None and data.is_open and (piece := self.ends.server.next_piece(1)) is not None:
-            data.send(piece.message, piece.stream.stream_id, piece.payload(), piece.num_bytes)
+        for session, data in zip((self.ends.client, self.ends.server), self.links.get(1, (None, None)), strict=True):
+            while data is not None and data.is_open and (piece := session.next_piece(1)) is not None:
+                data.send(piece.message, piece.stream_id, piece.payload(), piece.num_bytes)
 
 
 def check(flip: Where) -> PdError | None:
@@ -284,11 +322,11 @@ def check(flip: Where) -> PdError | None:
     errors = [e for e in exchange.errors if not is_own_cancel(e)]
     for s, stream in exchange.streams.items():
         if stream.phase is Phase.DONE:
-            assert exchange.sinks[s].equals(EXPECTED[s], 0, N), (flip, "wrong state taken for right")
+            assert exchange.sinks[s].equals(EXPECTED[s], START.get(s, 0), N), (flip, "wrong state taken for right")
     for served in exchange.sources:
         s = int(served.prefill.request_id[1:])
         assert exchange.sources[served].equals(EXPECTED[s], 0, N), (flip, "state of other tokens computed")
-    is_whole = len(exchange.streams) == 3 and all(exchange.streams[s].phase is Phase.DONE for s in (1, 2))
+    is_whole = len(exchange.streams) == 4 and all(exchange.streams[s].phase is Phase.DONE for s in (1, 2, 4))
     assert is_whole or errors, (flip, "neither done nor failed")
     for error in errors:
         assert isinstance(error, ProtocolError | PeerError | TransferError) and str(error), (flip, error)
@@ -305,7 +343,7 @@ BYTES = {name: wire.num_bytes for name, wire in CLEAN.wires.items()}
 
 def test_the_exchange_is_whole_and_has_every_message():
     assert [e for e in CLEAN.errors if not is_own_cancel(e)] == []
-    assert CLEAN.streams[1].phase is CLEAN.streams[2].phase is Phase.DONE
+    assert all(CLEAN.streams[s].phase is Phase.DONE for s in (1, 2, 4))
     assert CLEAN.streams[3].phase is Phase.CANCELLED
     seen = {w.frames[begin + 3] for w in CLEAN.wires.values() for begin, _, _ in frames_of(w.frames)}
     idle = {FrameType.MEASURE, FrameType.FILLER}  # no state depends on them

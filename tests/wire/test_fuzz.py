@@ -19,8 +19,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import common.wire.arrivals as arrivals_module
 import common.wire.connection as connection_module
-import common.wire.incoming as incoming_module
 from common.errors import PeerError, ProtocolError, RemoteProtocolError, TransferError
 from common.layout import StateLayout
 from common.wire.connection import Closed, Connection
@@ -262,7 +262,7 @@ GOOD_ENDINGS: list[tuple[Message, int, bytes]] = [
 @pytest.fixture
 def allocations(monkeypatch: pytest.MonkeyPatch) -> Allocations:
     found = Allocations()
-    for module in (incoming_module, connection_module):
+    for module in (arrivals_module, connection_module):
         monkeypatch.setattr(module, "bytearray", found, raising=False)
     return found
 
@@ -317,13 +317,13 @@ def attack_client(allocations: Allocations, rng: random.Random) -> None:
 def check_client(peer: Client, allocations: Allocations) -> None:
     """What must hold at any time: reserved memory within the credit, rows landed once, DONE only when whole."""
     assert allocations.largest <= peer.ends.client.ours.max_segment_bytes
-    assert allocations.total <= sum(s.limit for s in peer.streams) + FRAMES * 16384
+    assert allocations.total <= sum(s.arrivals.limit for s in peer.streams) + FRAMES * 16384
     for stream, sink in zip(peer.streams, peer.sinks, strict=True):
         needed = LAYOUT.required_segments(stream.prefill.start, N)
-        assert stream.raw_bytes <= sum(LAYOUT.states[n].num_bytes(b - a) for n, (a, b) in needed.items())
+        assert stream.arrivals.raw_bytes <= sum(LAYOUT.states[n].num_bytes(b - a) for n, (a, b) in needed.items())
         assert all(len(m) <= N * 40 for m in sink.memory.values())
         if stream.phase is Phase.DONE:
-            assert stream.num_landed and stream._coverage.missing() == ""
+            assert stream.arrivals.num_landed and stream.arrivals._coverage.missing() == ""
 
 
 def attack_server(allocations: Allocations, rng: random.Random) -> None:

@@ -34,6 +34,8 @@ from common.wire.messages import (
     Pong,
     Prefill,
     Progress,
+    PushAck,
+    Pushed,
     Refused,
     Resume,
     Resumed,
@@ -81,6 +83,8 @@ SAMPLES = {
     "Resumed": (Resumed(), 0, b""),
     "Measure": (Measure(3, 1 << 20), 0, b""),
     "Filler": (Filler(3, 4), 0, bytes(4)),
+    "Pushed": (Pushed(2, 8192, B16), 1, b""),
+    "PushAck": (PushAck((0, 1), 1 << 21), 1, b""),
 }  # fmt: skip
 TO_CLIENT, TO_SERVER = (direction_key(B32, B16, 1, sender, B32, B32[::-1]) for sender in ("prefill", "decode"))
 

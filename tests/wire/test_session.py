@@ -22,9 +22,9 @@ from common.errors import (
     TransferIncomplete,
     UnknownFrame,
 )
+from common.wire.departures import OutPiece
 from common.wire.digest import seal
 from common.wire.messages import Accepted, Ack, Cancel, Complete, Credit, Prefill, Progress, Resume, Resumed
-from common.wire.outgoing import OutPiece
 from common.wire.session import Out, StreamEnded, StreamRefused, StreamRequested
 from common.wire.tables import Attach, Phase
 from tests.wire.kit import FULL, LAYOUT, Ends, Sink, cut, fill
@@ -61,7 +61,7 @@ def test_whole_transfer(codec, start):
     assert stream.error is None and served.error is None
     assert sink.equals(source, start, N)
     assert stream.verified_prefix() == N
-    assert stream.raw_bytes == LAYOUT.transfer_bytes(start, N) and served.staged_bytes == 0
+    assert stream.arrivals.raw_bytes == LAYOUT.transfer_bytes(start, N) and served.staged_bytes == 0
     assert not ends.client.streams and not ends.server.streams
     assert stream.marks.prefill_s == 1.5
 
@@ -107,7 +107,7 @@ def test_data_links_may_be_faster_than_the_control_link():
 def half(ends: Ends, piece, link: int):
     """A piece of which half has arrived; answers the target and the rest of the bytes."""
     data = b"".join(bytes(p) for p in piece.payload())
-    target = ends.client.open_piece(link, piece.stream.stream_id, piece.message, len(data))
+    target = ends.client.open_piece(link, piece.stream_id, piece.message, len(data))
     middle = len(data) // 2
     buffer = target.get_buffer()
     assert len(buffer) >= middle > 0
@@ -197,8 +197,10 @@ def test_what_has_landed_is_not_sent_again():
     ends.attach()
     ends.talk()
     resent = {p.message.no for p in pieces(ends)}
-    assert resent == set(range(served.next_no)) - {n for n in range(served.next_no) if n not in resent}
-    assert len(resent) == served.next_no - landed
+    assert resent == set(range(served.departures.next_no)) - {
+        n for n in range(served.departures.next_no) if n not in resent
+    }
+    assert len(resent) == served.departures.next_no - landed
 
 
 def test_messages_are_repeated_after_resume():
@@ -241,7 +243,7 @@ def test_accepted_that_was_lost_starts_over():
         ends.carry(piece)
     assert ends.land(sink) == 0, "what the first attempt sent is not used"
     ends.detach()
-    assert stream.phase is Phase.IDLE and stream.wire_bytes == 0
+    assert stream.phase is Phase.IDLE and stream.arrivals.wire_bytes == 0
     ends.attach()
     served = ends.accepted(stream)
     assert first.phase is Phase.CANCELLED and isinstance(first.error, PeerCancelled)
@@ -266,7 +268,7 @@ def test_state_that_comes_when_the_control_link_is_lost_already_is_thrown_away()
     ends.detach()
     for piece in late:
         ends.carry(piece)
-    assert stream.phase is Phase.IDLE and stream.error is None and stream.wire_bytes == 0
+    assert stream.phase is Phase.IDLE and stream.error is None and stream.arrivals.wire_bytes == 0
     ends.attach()
     served = ends.accepted(stream)
     ends.queue(served, source, cut(LAYOUT, 0, N, 16))
@@ -431,7 +433,7 @@ def test_verified_prefix_after_a_failure():
             served.progress(begin + 16)
     ends.server.settle(served)
     ends.run(sink)
-    assert stream.num_landed == 6
+    assert stream.arrivals.num_landed == 6
     served.fail(PeerEngineFailed("out of memory"))
     ends.server.settle(served)
     ends.run(sink)
@@ -504,7 +506,7 @@ def test_ack_for_a_segment_that_was_not_sent():
     _, served, _, _ = transfer(ends)
     ends.talk()
     with pytest.raises(BadMessage):
-        ends.server.receive(1, Ack((served.next_no,), 10, False), None)
+        ends.server.receive(1, Ack((served.departures.next_no,), 10, False), None)
 
 
 def test_final_ack_only_after_complete():
@@ -608,7 +610,7 @@ def test_state_of_other_tokens_is_not_taken():
     other = replace(stream.prefill, token_hash=b"o" * 16)
     for out in ends.server.take_outbox():
         ends.client.receive(out.stream_id, out.message, 0.0)
-    stream._chain[0] = other.token_hash
+    stream.arrivals._chain[0] = other.token_hash
     ends.run(sink)
     assert isinstance(stream.error, TransferIncomplete) and "digest" in str(stream.error)
 
@@ -662,7 +664,7 @@ def test_sender_stops_at_the_limit_and_goes_on_with_acks():
     ends = Ends(FULL, credit_bytes=8192, max_segment_bytes=8192)
     stream, served, source, sink = transfer(ends, num_tokens=1000, chunk=80)
     ends.talk()
-    total = served.next_at
+    total = served.departures.next_at
     first = pieces(ends)
     assert 0 < sum(p.num_bytes for p in first) <= 8192 < total
     for piece in first:
@@ -676,14 +678,14 @@ def test_eight_streams_with_less_credit_than_one_needs_all_finish():
     ends = Ends(FULL, credit_bytes=16384, max_segment_bytes=8192)
     runs = [transfer(ends, num_tokens=600, chunk=80) for _ in range(8)]
     sinks = {stream.stream_id: sink for stream, _, _, sink in runs}
-    assert all(served.next_at > 16384 for _, served, _, _ in runs)
+    assert all(served.departures.next_at > 16384 for _, served, _, _ in runs)
     for _ in range(10_000):
         ends.talk()
         piece = ends.server.next_piece(1)
         if piece is None:
             break
         ends.carry(piece)
-        ends.land(sinks[piece.stream.stream_id])
+        ends.land(sinks[piece.stream_id])
     assert all(stream.phase is Phase.DONE for stream, _, _, _ in runs)
     assert all(sink.equals(source, 0, 600) for _, _, source, sink in runs)
 
@@ -693,7 +695,7 @@ def test_streams_take_turns():
     for _ in range(3):
         transfer(ends, num_tokens=600, chunk=80)
     ends.talk()
-    assert [ends.server.next_piece(1).stream.stream_id for _ in range(6)] == [1, 2, 3, 1, 2, 3]
+    assert [ends.server.next_piece(1).stream_id for _ in range(6)] == [1, 2, 3, 1, 2, 3]
 
 
 # ---- pieces that lie
@@ -728,13 +730,13 @@ def test_lying_piece_is_refused_before_anything_is_reserved(change, words):
     asked = []
     source = Sink(LAYOUT, N).filled()
     stream = ends.request(N, 0, None)
-    stream.sink_buffers = lambda *args: asked.append(args) or ()
+    stream.arrivals.sink_buffers = lambda *args: asked.append(args) or ()
     served = ends.accepted(stream)
     ends.queue(served, source, [(0, 16, (0,))])
     piece = ends.server.next_piece(1)
     with pytest.raises(BadMessage, match=words):
         ends.client.open_piece(1, 1, replace(piece.message, **change), piece.num_bytes)
-    assert asked == [] and not stream._segments
+    assert asked == [] and not stream.arrivals.segments
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 767, 769, 65536])
@@ -761,7 +763,7 @@ def test_stream_that_was_lied_to_does_not_go_on():
     ends = Ends()
     stream, served, _, sink = transfer(ends)
     first = pieces(ends)[0]
-    ends.carry(OutPiece(served, first.segment, replace(first.message, no=7), first.num_bytes))
+    ends.carry(OutPiece(served.stream_id, first.segment, replace(first.message, no=7), first.num_bytes))
     with pytest.raises(BadMessage, match="overlap"):
         ends.carry(first)
     assert isinstance(stream.error, TransferIncomplete) and "overlap" in str(stream.error)
@@ -786,7 +788,7 @@ def test_claims_together_stay_below_the_credit():
     lie = replace(waiting[0].message, no=5, start=200, stop=280, at=0)
     for no in range(5, 5 + 8192 // lie.encoded):
         at = 80 * no - 200
-        with_room = stream._claimed_bytes + lie.encoded <= stream.limit
+        with_room = stream.arrivals._claimed_bytes + lie.encoded <= stream.arrivals.limit
         message = replace(lie, no=no, start=200 + at, stop=280 + at)
         if with_room:
             ends.client.open_piece(1, 1, message, lie.encoded)
