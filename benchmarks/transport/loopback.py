@@ -9,7 +9,7 @@ import json
 import socket
 import subprocess
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,8 @@ from benchmarks.transport.pair import Process, pair
 from benchmarks.transport.peers import Peer, environment
 
 STATE_BYTES = 64 << 20
-# What is in one segment, and in one frame: "large pieces".
-PIECE_BYTES = 8 << 20
+# What is in one segment, and in one frame: as large as is hashed without changing threads.
+PIECE_BYTES = 2 << 20
 SETUP = {
     "max_bytes": STATE_BYTES,
     "segment_bytes": PIECE_BYTES,
@@ -28,20 +28,25 @@ SETUP = {
 
 def measure(rounds: int, num_requests: int, seconds: int, peers: list[Peer]) -> list[dict[str, Any]]:
     """One record per round and sender: bytes per second, CPU seconds per GB at the sender and the receiver."""
+    senders: list[tuple[str, Callable[[], dict[str, float]]]] = [
+        ("prfaas", partial(turn, "ends", SETUP, None, num_requests)),
+        ("iperf3", partial(iperf3, seconds)),
+    ]
+    for peer in peers:
+        setup = {"max_bytes": STATE_BYTES, **peer.setup}
+        senders.append((peer.name, partial(turn, peer.module, setup, environment(peer), num_requests)))
     records = []
-    with ExitStack() as stack:
-        own = {"prfaas": stack.enter_context(pair("ends", SETUP))}
-        for peer in peers:
-            setup = {"max_bytes": STATE_BYTES, **peer.setup}
-            own[peer.name] = stack.enter_context(pair(peer.module, setup, env=environment(peer)))
-        for ends in own.values():
-            fetched(ends, 2)  # memory is touched, connections are warm
-        turns = [*((name, partial(fetched, ends, num_requests)) for name, ends in own.items())]
-        turns.insert(1, ("iperf3", partial(iperf3, seconds)))
-        for number in range(rounds):
-            for name, run in turns if number % 2 == 0 else reversed(turns):
-                records.append({"round": number, "sender": name, **run()})
+    for number in range(rounds):
+        for name, run in senders if number % 2 == 0 else reversed(senders):
+            records.append({"round": number, "sender": name, **run()})
     return records
+
+
+def turn(module: str, setup: dict[str, Any], env: dict[str, str] | None, num_requests: int) -> dict[str, float]:
+    """Two fresh processes, warmed up: some engines keep a core busy while they wait."""
+    with pair(module, setup, env=env) as ends:
+        fetched(ends, 4)
+        return fetched(ends, num_requests)
 
 
 def fetched(ends: tuple[Process, Process], num_requests: int) -> dict[str, float]:

@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any
 
 import numpy as np
-from nixl._api import nixl_agent, nixl_agent_config
+from nixl_cu12._api import nixl_agent, nixl_agent_config
 
 
 def main() -> None:

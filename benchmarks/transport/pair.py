@@ -40,7 +40,9 @@ class Process:
                 selector.register(self.popen.stdout, selectors.EVENT_READ)
                 if not selector.select(timeout_s):
                     raise TimeoutError(f"nothing came within {timeout_s:g} s")
-        line = self.popen.stdout.readline() if self.popen.stdout is not None else ""
+        line = "..."
+        while line and not line.startswith("{"):  # some engines log to standard output
+            line = self.popen.stdout.readline() if self.popen.stdout is not None else ""
         if not line:
             raise RuntimeError(f"{self.popen.args!r:.200} ended with status {self.popen.wait()}")
         heard: dict[str, Any] = json.loads(line)

@@ -61,7 +61,7 @@ def make_ready(say: Callable[[str], None]) -> list[Peer]:
         (home / ".complete").touch()
     found = []
     for peer in PEERS:
-        module = {"mooncake_end": "mooncake.engine", "nixl_end": "nixl._api"}[peer.module]
+        module = {"mooncake_end": "mooncake.engine", "nixl_end": "nixl_cu12._api"}[peer.module]
         done = subprocess.run(
             [sys.executable, "-c", f"import {module}"],
             env=environment(peer),

@@ -34,7 +34,9 @@ from decoded.metrics import DecodeMetrics
 class FailingBackend:
     """Takes every request and fails it."""
 
-    info = SimpleNamespace(name="m", layout=SimpleNamespace(states=()))
+    info = SimpleNamespace(
+        name="m", layout=SimpleNamespace(states=(), transfer_bytes=lambda start, stop: 8 * (stop - start))
+    )
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -133,7 +135,7 @@ class Slot:
 class Peer:
     """A prefill peer that fails with these errors, one after the other, and then delivers."""
 
-    reason, num_streams = "", 0
+    reason, num_streams, host = "", 0, "127.0.0.1"
 
     def __init__(self, name="p", state="ready", errors=()):
         self.name, self.state, self.errors, self.load, self.num_asked = name, state, list(errors), {}, 0
@@ -216,7 +218,7 @@ async def test_a_peer_that_goes_with_all_of_the_state_delivered_has_delivered(is
     monkeypatch.setattr(Prefill.report, "verified_tokens", request().num_prompt_tokens - (1 if is_all else 2))
     starts = []
     prefill = second.prefill
-    second.prefill = lambda wanted, sink: starts.append(wanted.start) or prefill(wanted, sink)
+    second.prefill = lambda wanted, *memory: starts.append(wanted.start) or prefill(wanted, *memory)
     assert await site.run() == "imported"
     assert site.active.report.peer == ("p" if is_all else "q")
     assert site.active.report.route == "remote"
@@ -228,7 +230,7 @@ async def test_to_be_asked_again_a_peer_may_have_to_open_its_data_links_first():
     peer = Peer()
     site = Site(peer, rate=1000.0)
 
-    def refuse(wanted, sink):
+    def refuse(wanted, sink, source=None):
         peer.state, peer.prefill = "connecting", ask
         asyncio.get_running_loop().call_later(0.01, arrive)
         return Prefill(StaleHandle("used"))
@@ -282,7 +284,7 @@ async def test_a_peer_that_leaves_by_reload_has_not_failed():
     site = Site(old)
     ask = old.prefill
 
-    def leave(wanted, sink):
+    def leave(wanted, sink, source=None):
         site.peers = [new]
         asyncio.get_running_loop().call_soon(arrive)
         return ask(wanted, sink)

@@ -16,8 +16,8 @@ def test_ratios_are_paired_by_round() -> None:
         records.append({"round": number, "sender": "prfaas", "gb_per_s": own, **costs})
         records.append({"round": number, "sender": "iperf3", "gb_per_s": other, **costs})
     text = loopback_text(records)
-    assert "prfaas    2.00 GB/s, CPU s/GB 0.25 sending 0.50 receiving" in text
-    assert "paired   0.75 (0.50-1.00) of iperf3" in text
+    assert "prfaas         2.00 GB/s, CPU s/GB 0.25 sending 0.50 receiving" in text
+    assert "prfaas / iperf3        0.75 (0.50-1.00)" in text
 
 
 def test_a_line_for_a_path() -> None:
