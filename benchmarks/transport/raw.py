@@ -1,7 +1,7 @@
 """Bytes over N plain sockets, blocking calls and a thread each: what the kernel's TCP gives without any protocol.
 
 The peer of the WAN benchmark: the same congestion control and number of sockets, one queue of parts that the sockets
-empty as fast as each can.
+empty as fast as each can. The receiver asks for them over one more socket.
 
     serve    python -m benchmarks.transport.raw serve '{"host": ..., "num_links": 4, "congestion_control": "bbr"}'
     fetch    python -m benchmarks.transport.raw fetch '{"host": ..., "port": ...}'     one JSON line per line of input
@@ -46,7 +46,7 @@ class Sender:
         self.sockets: list[socket.socket] = []
 
     def run(self) -> None:
-        """Until stdin ends: each line is {"num_bytes"}, or anything else for facts about the sockets."""
+        """Until stdin ends: each line is answered with facts about the sockets."""
         setup = self._setup
         with socket.create_server((setup.host, setup.port)) as listener:
             say({"port": listener.getsockname()[1]})
@@ -55,13 +55,17 @@ class Sender:
                 self._tune(connection)
                 self.sockets.append(connection)
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-        for line in sys.stdin:
-            wanted = json.loads(line)
-            if "num_bytes" in wanted:
-                with self._wake:
-                    self._left = wanted["num_bytes"]
-                    self._wake.notify_all()
+            control, _ = listener.accept()
+        threading.Thread(target=self._listen, args=(control,), daemon=True).start()
+        for _line in sys.stdin:
             say({"links": [facts(s) for s in self.sockets]})
+
+    def _listen(self, control: socket.socket) -> None:
+        """Each request is a number of bytes."""
+        while asked := control.recv(_HEAD.size, socket.MSG_WAITALL):
+            with self._wake:
+                (self._left,) = _HEAD.unpack(asked)
+                self._wake.notify_all()
 
     def _tune(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -100,6 +104,8 @@ class Receiver:
         for _ in range(setup.num_links):
             connection = socket.create_connection((setup.host, setup.port))
             threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
+        self._control = socket.create_connection((setup.host, setup.port))
+        self._control.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def _receive(self, connection: socket.socket) -> None:
         memory = memoryview(bytearray(PART_BYTES))
@@ -112,13 +118,15 @@ class Receiver:
                     self.num_bytes, self.last_at = self.num_bytes + num, monotonic()
                     self._done.notify_all()
 
-    def wait(self, num_bytes: int, timeout_s: float) -> float:
-        """Until so many bytes came; answers when the last did."""
+    def get(self, num_bytes: int, timeout_s: float) -> float:
+        """Ask for so many bytes; answers how long they took, in seconds."""
+        began = monotonic()
+        self._control.sendall(_HEAD.pack(num_bytes))
         with self._done:
             if not self._done.wait_for(lambda: self.num_bytes >= num_bytes, timeout_s):
                 raise TimeoutError(f"{self.num_bytes} of {num_bytes} bytes in {timeout_s} s")
             self.num_bytes = 0
-            return self.last_at
+            return self.last_at - began
 
 
 def main() -> None:
@@ -131,7 +139,7 @@ def main() -> None:
     say({})
     for line in sys.stdin:
         wanted = json.loads(line)
-        say({"last_at": receiver.wait(wanted["num_bytes"], wanted["timeout_s"])})
+        say({"wall_s": receiver.get(wanted["num_bytes"], wanted["timeout_s"])})
 
 
 if __name__ == "__main__":

@@ -76,10 +76,7 @@ def plain(ends: tuple[Process, Process]) -> Sender:
     serve, fetch = ends
 
     def get(num_bytes: int) -> float:
-        began = time.monotonic()
-        fetch.tell(num_bytes=num_bytes, timeout_s=600)
-        serve.ask(num_bytes=num_bytes)
-        return float(fetch.hear()["last_at"]) - began
+        return float(fetch.ask(num_bytes=num_bytes, timeout_s=600)["wall_s"])
 
     def sent() -> Sent:
         links = serve.ask(is_status=True)["links"]
