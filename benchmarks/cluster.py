@@ -49,7 +49,7 @@ def to_toml(config: dict[str, Any]) -> str:
 
 @dataclass
 class Daemon:
-    """One daemon process. `prefix` goes before the command (a namespace, for example)."""
+    """One daemon process. `prefix` goes before the command (a namespace, for example); `program` is run in its place."""
 
     name: str
     module: str
@@ -57,6 +57,7 @@ class Daemon:
     folder: Path
     prefix: tuple[str, ...] = ()
     args: tuple[str, ...] = ()
+    program: str = ""
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
@@ -78,7 +79,8 @@ class Daemon:
         return path
 
     def start(self) -> Daemon:
-        command = [*self.prefix, sys.executable, "-m", self.module, "--config", str(self.write_config()), *self.args]
+        program = [sys.executable, "-m", self.program or self.module]
+        command = [*self.prefix, *program, "--config", str(self.write_config()), *self.args]
         with self.log_path.open("ab") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
         return self

@@ -4,12 +4,14 @@
 
 with ready_i the recorded instant at which the layers of segment i had run, from the sending of the request. Beside it:
 the prefill alone (same engine, same cores, no transfer) and all bytes at the link rate. Also the share of chunks whose
-first layer group was on the socket before the last layer group of the chunk was computed. Needs root and /dev/net/tun.
+first layer group was on the socket before the last layer group of the chunk was computed; and the same with codec "raw",
+and with a prefilld that sends nothing before all is computed (late_prefilld.py). Needs root and /dev/net/tun.
 """
 
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import secrets
 import sys
@@ -23,6 +25,9 @@ from benchmarks.cli import NAMED, make_parser
 from benchmarks.cluster import Cluster, make_cluster, prfaas_home
 from benchmarks.text import real_text
 from benchmarks.wan.wan import ADDRESS, Wan
+
+
+VARIANTS = ("overlap", "raw", "late")
 
 
 @dataclass(frozen=True)
@@ -150,11 +155,22 @@ def prompt_of(wan: Wan, cluster: Cluster, num_tokens: int) -> list[int]:
 
 
 def run(
-    model: Path, *, rate_mbit: float, rtt_ms: float, num_tokens: int, engine: dict[str, Any] | None = None
+    model: Path,
+    *,
+    rate_mbit: float,
+    rtt_ms: float,
+    num_tokens: int,
+    engine: dict[str, Any] | None = None,
+    variant: str = "overlap",
 ) -> Result:
-    """Bring link and daemons up, measure once, take everything down."""
+    """Bring link and daemons up, measure once, take everything down. `variant` is one of VARIANTS."""
     with Wan(rate_mbit, rtt_ms / 2) as wan, tempfile.TemporaryDirectory(prefix="prfaas-") as name:
         cluster = wan_cluster(wan, Path(name), model, engine)
+        if variant == "raw":
+            for daemon in cluster.daemons:
+                daemon.config.setdefault("stream", {})["codec"] = "raw"
+        if variant == "late":
+            cluster.prefillds[0].program = "benchmarks.late_prefilld"
         try:
             cluster.start()
             return measure(wan, cluster, num_tokens)
@@ -171,18 +187,19 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser("python -m benchmarks.overlap", __doc__)
     parser.add_argument("--models", nargs="+", default=["smollm2-135m-instruct", "gemma3-270m"], help=NAMED)
     parser.add_argument("--tokens", type=int, default=3000, help="prompt length in tokens")
-    parser.add_argument("--rate", type=float, default=50.0, help="rate of the emulated link in Mbit/s")
+    parser.add_argument("--rates", type=float, nargs="+", default=[50.0], help="of the emulated link in Mbit/s")
+    parser.add_argument("--variants", nargs="+", default=["overlap"], choices=VARIANTS, help="what to compare")
     parser.add_argument("--rtt", type=float, default=20.0, help="its round trip in ms")
     parser.add_argument("--kv-dtypes", nargs="+", default=["float32"], help="engine.kv_dtype at both ends, a case each")
     args = parser.parse_args(argv)
-    for model in args.models:
-        for kv_dtype in args.kv_dtypes:
-            path = prfaas_home() / "models" / model
-            engine = {"kv_dtype": kv_dtype}
-            result = run(path, rate_mbit=args.rate, rtt_ms=args.rtt, num_tokens=args.tokens, engine=engine)
-            title = f"{model}, kv {kv_dtype}, {args.rate:g} Mbit/s, RTT {args.rtt:g} ms"
-            sys.stdout.write("\n  ".join([title, *result.lines()]) + "\n")
-            sys.stdout.flush()
+    cases = itertools.product(args.models, args.kv_dtypes, args.rates, args.variants)
+    for model, kv_dtype, rate, variant in cases:
+        path = prfaas_home() / "models" / model
+        engine = {"kv_dtype": kv_dtype}
+        result = run(path, rate_mbit=rate, rtt_ms=args.rtt, num_tokens=args.tokens, engine=engine, variant=variant)
+        title = f"{model}, kv {kv_dtype}, {rate:g} Mbit/s, RTT {args.rtt:g} ms, {variant}"
+        sys.stdout.write("\n  ".join([title, *result.lines()]) + "\n")
+        sys.stdout.flush()
     return 0
 
 
