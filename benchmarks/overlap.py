@@ -26,7 +26,6 @@ from benchmarks.cluster import Cluster, make_cluster, prfaas_home
 from benchmarks.text import real_text
 from benchmarks.wan.wan import ADDRESS, Wan
 
-
 VARIANTS = ("overlap", "raw", "late")
 
 
