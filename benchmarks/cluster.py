@@ -49,7 +49,7 @@ def to_toml(config: dict[str, Any]) -> str:
 
 @dataclass
 class Daemon:
-    """One daemon process. `prefix` goes before the command (a namespace, for example); `program` is run in its place."""
+    """One daemon process. `prefix` goes before the command (a namespace, say); `program` is run in its place."""
 
     name: str
     module: str

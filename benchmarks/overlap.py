@@ -4,8 +4,8 @@
 
 with ready_i the recorded instant at which the layers of segment i had run, from the sending of the request. Beside it:
 the prefill alone (same engine, same cores, no transfer) and all bytes at the link rate. Also the share of chunks whose
-first layer group was on the socket before the last layer group of the chunk was computed; and the same with codec "raw",
-and with a prefilld that sends nothing before all is computed (late_prefilld.py). Needs root and /dev/net/tun.
+first layer group was on the socket before the last layer group of the chunk was computed; and the same with codec
+"raw", and with a prefilld that sends nothing before all is computed (late_prefilld.py). Needs root and /dev/net/tun.
 """
 
 from __future__ import annotations
