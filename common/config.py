@@ -29,7 +29,6 @@ from common.config_render import changes, plain, render, restart_problems
 from common.config_secrets import check_bind, read_key, read_lines, unreadable
 from common.config_security import SecurityConfig
 from common.config_types import Duration, FilePath, IntList, Problem, RootSection, Section, Size, When, key
-from common.hosts import is_loopback
 from common.units import GIB, KIB, MIB, exact_size
 
 __all__ = [
@@ -208,10 +207,6 @@ class LinksConfig(Section):
         " system's.",
         pattern=r"^[a-z0-9_-]{0,15}$",
     )
-
-    def num_data_links(self, host: str) -> int:
-        """data_links with its default for a peer at `host`."""
-        return self.data_links or (1 if is_loopback(host) else 4)
 
 
 class StreamConfig(Section):

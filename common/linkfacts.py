@@ -8,6 +8,8 @@ from typing import Protocol
 
 LinkKey = tuple[str, int]
 """(peer's instance id, number of the data link)."""
+# Data links to a peer that is not on this machine: at first, and where the sender asks for more.
+FIRST_LINKS, MOST_LINKS = 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,7 @@ class LinkSample:
         rtt_s, min_rtt_s: smoothed and smallest round-trip time.
         bytes_acked: payload that the peer's kernel has.
         bytes_sent, bytes_retrans: given to the network, repetitions included; repetitions alone.
-        rwnd_limited_s, sndbuf_limited_s: time in which the peer's window, or our send buffer, was the limit.
+        sndbuf_limited_s: time in which our send buffer was the limit.
         has_backlog: there is more to send than the kernel has taken.
     """
 
@@ -28,7 +30,6 @@ class LinkSample:
     bytes_acked: int
     bytes_sent: int
     bytes_retrans: int
-    rwnd_limited_s: float
     sndbuf_limited_s: float
     has_backlog: bool
 

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from common.errors import TLS_KINDS, LinkLost, PdError
 from common.hosts import is_loopback
+from common.linkfacts import FIRST_LINKS
 from common.net.codecs import CodecPool
 from common.net.link import Link, LinkOwner
 from common.net.options import LinkOptions
@@ -27,8 +28,6 @@ from common.wire.handshake import ConnectionConfig, Handshake
 from common.wire.messages import HelloAck, Piece
 
 log = logging.getLogger(__name__)
-# Data links to another machine where their number is not configured: at first, and as many as the peer may ask for.
-FIRST_LINKS, MAX_AUTOMATIC_LINKS = 4, 8
 LOCAL_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 INCOMPATIBLE_CODES = {"layout_mismatch", "auth", "version", "bad_magic"} | {
     f"tls_{kind}" for kind in TLS_KINDS if kind != "failed"

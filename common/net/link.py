@@ -161,7 +161,6 @@ class Link(asyncio.BufferedProtocol):
             bytes_acked=info.bytes_acked,
             bytes_sent=info.bytes_sent,
             bytes_retrans=info.bytes_retrans,
-            rwnd_limited_s=info.rwnd_limited_s,
             sndbuf_limited_s=info.sndbuf_limited_s,
             has_backlog=info.notsent_bytes > 0 or self._transport.get_write_buffer_size() > 0,
         )

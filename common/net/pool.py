@@ -12,8 +12,9 @@ from dataclasses import replace
 from common.backend import StateSink, StateSource
 from common.errors import LayoutMismatch, LinkLost, LocalProtocolError, PdError, PeerDraining, PromptTooLong
 from common.hosts import is_loopback
+from common.linkfacts import MOST_LINKS
 from common.net.codecs import INLINE_BYTES, CodecPool
-from common.net.dialer import INCOMPATIBLE_CODES, MAX_AUTOMATIC_LINKS, Dialer, Failure
+from common.net.dialer import INCOMPATIBLE_CODES, Dialer, Failure
 from common.net.ends import connection_config
 from common.net.link import Link, now
 from common.net.linkview import delivery_bps, link_rows, security_facts
@@ -314,7 +315,7 @@ class PeerClient:
         elif isinstance(message, Status):
             self._load = message.facts
             if not self.options.data_links:
-                self._dialer.want(int(min(message.facts.get("wanted_data_links", 0), MAX_AUTOMATIC_LINKS)))
+                self._dialer.want(int(min(message.facts.get("wanted_data_links", 0), MOST_LINKS)))
         else:
             self._session.receive(event.stream_id, message, now())
         self._flush()

@@ -22,27 +22,22 @@ class TcpInfo:
     Attributes:
         rtt_s, min_rtt_s: smoothed and smallest round-trip time.
         cwnd_bytes: congestion window.
-        num_retransmits: segments sent again.
         bytes_acked: payload the peer's kernel has.
         bytes_sent, bytes_retrans: payload given to the network, repetitions included; repetitions alone.
         notsent_bytes: accepted from us and not given to the network yet.
         delivery_bps: latest delivery rate; only meaningful unless `is_app_limited`.
-        busy_s: time with data under way; of it `rwnd_limited_s` and `sndbuf_limited_s` by the peer's window and by our
-            send buffer.
+        sndbuf_limited_s: time in which our send buffer was the limit.
     """
 
     rtt_s: float
     min_rtt_s: float
     cwnd_bytes: int
-    num_retransmits: int
     bytes_acked: int
     bytes_sent: int
     bytes_retrans: int
     notsent_bytes: int
     delivery_bps: float
     is_app_limited: bool
-    busy_s: float
-    rwnd_limited_s: float
     sndbuf_limited_s: float
 
 
@@ -68,14 +63,11 @@ def tcp_info(sock: socket.socket | None) -> TcpInfo | None:
         rtt_s=u32(68) / 1e6,
         min_rtt_s=u32(148) / 1e6,
         cwnd_bytes=u32(80) * u32(16),
-        num_retransmits=u32(100),
         bytes_acked=u64(120),
         bytes_sent=u64(200),
         bytes_retrans=u64(208),
         notsent_bytes=u32(144),
         delivery_bps=u64(160) * 8.0,
         is_app_limited=bool(data[7] & 1),
-        busy_s=u64(168) / 1e6,
-        rwnd_limited_s=u64(176) / 1e6,
         sndbuf_limited_s=u64(184) / 1e6,
     )

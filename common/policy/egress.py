@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from common.linkfacts import LinkKey, LinkPlan, LinkSample, PathEstimate
+from common.linkfacts import FIRST_LINKS, MOST_LINKS, LinkKey, LinkPlan, LinkSample, PathEstimate
 from common.policy.path import Path
 
 # A peer for whom nothing waits gets what it uses and some headroom.
@@ -24,8 +24,8 @@ AVERAGE_S, AVERAGE_RTTS = 0.5, 4
 QUEUE_S, MIN_QUEUE_BYTES, MAX_QUEUE_BYTES = 0.05, 256 << 10, 4 << 20
 # Send buffers: so many bandwidth-delay products; kernels size them by themselves up to about 4 MiB.
 NUM_BDP, AUTOMATIC_BYTES, MAX_BUFFER_BYTES = 2.0, 3 << 20, 64 << 20
-# Data links: where few do, and at most; of paths that hold more bytes, or lose a larger part of them.
-FEW_LINKS, MOST_LINKS, LONG_BYTES, LOSSY = 4, 8, 1 << 20, 2e-4
+# Paths that hold more bytes, or lose a larger part of them, want more data links.
+LONG_BYTES, LOSSY = 1 << 20, 2e-4
 # A send buffer that was the limit for this part of the time is doubled.
 BUFFER_LIMITED = 0.2
 
@@ -87,9 +87,9 @@ class Egress:
         if known is None or not known.goodput_bps:
             return 0
         if congestion_control.startswith("bbr"):
-            return FEW_LINKS
+            return FIRST_LINKS
         is_long = max(known.goodput_bps, known.capacity_bps) / 8 * known.min_rtt_s > LONG_BYTES
-        return MOST_LINKS if is_long or known.loss > LOSSY else FEW_LINKS
+        return MOST_LINKS if is_long or known.loss > LOSSY else FIRST_LINKS
 
     def step(self, now: float, samples: Sequence[LinkSample]) -> Mapping[LinkKey, LinkPlan]:
         """Plans for the links sampled, about every 100 ms while anything is sent. `now` is monotonic seconds."""

@@ -65,7 +65,6 @@ class FluidPath:
                 bytes_acked=int(self.acked[i]),
                 bytes_sent=int(self.sent[i]),
                 bytes_retrans=int(self.resent[i]),
-                rwnd_limited_s=0.0,
                 sndbuf_limited_s=0.0,
                 has_backlog=self.is_busy,
             )
