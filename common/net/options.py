@@ -135,8 +135,6 @@ class TransferReport:
     codec: str
     num_tokens: int
     num_segments: int
-    pushed_bytes: int
-    pushed_raw_bytes: int
     remote_queue_s: float
     prefill_s: float
     verified_tokens: int
@@ -147,6 +145,8 @@ class TransferReport:
     prefill_ended_at: float
     last_byte_at: float
     verified_at: float
+    pushed_bytes: int = 0
+    pushed_raw_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

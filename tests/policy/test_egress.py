@@ -245,7 +245,7 @@ def test_how_many_links_a_path_needs(congestion_control, rate_bps, rtt_s, queue_
 
 
 def sample(acked: int, *, link: int = 1, limited_s: float = 0.0) -> LinkSample:
-    return LinkSample(("d0", link), 0.02, 0.02, acked, acked, 0, 0.0, limited_s, True)
+    return LinkSample(("d0", link), 0.02, 0.02, acked, acked, 0, limited_s, True)
 
 
 def test_a_send_buffer_that_is_the_limit_grows() -> None:
