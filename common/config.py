@@ -229,7 +229,8 @@ class StreamConfig(Section):
     progress_timeout: Duration = key(
         60.0,
         "A remote prefill that shows neither progress nor bytes for so long is given up by decoded and computed"
-        " elsewhere; prefilld gives up one whose peer, connected, takes nothing of its state for so long.",
+        " elsewhere; prefilld gives up one whose peer, connected, takes nothing of its state, or sends nothing of a"
+        " prefix that it pushes, for so long.",
         ge=1,
         le=3600,
     )

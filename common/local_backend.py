@@ -316,6 +316,8 @@ class LocalGeneration(_Outputs[TokenOutput | PromptLogprobs]):
         """The slot to fill; a new one when a sink to the present one exists."""
         if not self._has_sink:
             return self._seq.slot
+        if self._num_kept:
+            raise RequestFailed(f"the state of {self._num_kept} tokens was kept, and a sink to it is still in use")
         self._has_sink = False
         old, new = self._seq.slot, self._backend.executor.new_slot(self._capacity)
         self._seq.slot = new

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.backend import Generation
-from common.errors import TransferTimeout
+from common.errors import PdError, TransferTimeout
 from common.net.pool import PeerClient, RemotePrefill, RemoteRequest, TransferReport
 from common.request import Request, RequestReport
 
@@ -101,8 +101,12 @@ def start_remote(
         tenant_salt=b"",
         pushes=pushes,
     )
-    source = generation.source if pushes else None
-    prefill = client.prefill(wanted, generation.sink, source)
+    source, sink = generation.source if pushes else None, generation.sink
+    try:
+        prefill = client.prefill(wanted, sink, source)
+    except PdError:
+        generation.keep(start)  # nobody writes to this sink: what was held before is held still
+        raise
     return RemoteAttempt(client, prefill, now, progress_timeout_s, has_alternative)
 
 

@@ -52,6 +52,7 @@ class StreamRecord:
     computing_s: float = 0.0
     paused_s: float = 0.0
     raw_bytes: int = 0
+    push_s: float = 0.0
     is_timed_out: bool = False
 
     @property
@@ -118,14 +119,16 @@ class StreamHandler:
             outcome = "timeout" if record.is_timed_out else "cancelled"
             raise
         except (TransferError, PeerError) as e:
-            outcome = "cancelled" if isinstance(e, PeerCancelled) else "lost"
+            outcome = "cancelled" if isinstance(e, PeerCancelled) else "timeout" if record.is_timed_out else "lost"
             log.warning("stream ended early: %s", e, extra=_extra(record))
         finally:
             watch.cancel()
             self.metrics.prefills.labels(outcome).inc()
             self._release(record)
             facts = {
-                "queue_s": round((record.started_at or _now()) - record.arrived_at + record.waited_s, 3),
+                "queue_s": round(
+                    (record.started_at or _now()) - record.arrived_at - record.push_s + record.waited_s, 3
+                ),
                 "prefill_s": round(record.computing_s, 3),
                 "raw_bytes": record.raw_bytes,
             }
@@ -151,7 +154,7 @@ class StreamHandler:
                 why = f"the deadline of {deadline_s:g} s has passed"
             elif stream.stalled_s(now) > self.progress_timeout_s:
                 limit = f"{self.progress_timeout_s:g} s (stream.progress_timeout)"
-                why = f"nothing of the state that waits was taken or acknowledged for {limit}"
+                why = f"nothing of the state that waits was taken, acknowledged or pushed for {limit}"
             else:
                 continue
             record.is_timed_out = True
@@ -196,7 +199,8 @@ class StreamHandler:
         job.import_done()
         record.num_computed_tokens = stream.request.start
         self.metrics.pushed_tokens.inc(stream.request.start)
-        self.metrics.push_s.observe(_now() - began)
+        record.push_s = _now() - began
+        self.metrics.push_s.observe(record.push_s)
 
     async def _pump(self, stream: ServerStream, job: PrefillJob, record: StreamRecord) -> None:
         """Move what the engine computes to the links; pause the job while too much is unacknowledged."""
@@ -222,7 +226,7 @@ class StreamHandler:
 
     async def _started(self, stream: ServerStream, job: PrefillJob, record: StreamRecord) -> None:
         record.started_at = job.marks.prefill_started_at
-        self.metrics.queue_s.observe(record.started_at - record.arrived_at)
+        self.metrics.queue_s.observe(record.started_at - record.arrived_at - record.push_s)
         await stream.started(record.started_at)
 
     async def _resume(self, stream: ServerStream, job: PrefillJob, record: StreamRecord) -> None:

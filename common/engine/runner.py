@@ -229,6 +229,8 @@ class Runner:
                 if step.num_chunk and step.starts[-step.num_chunk] == 0:  # rows of a window do not come back
                     _free(long)
                     long = [self.new_slot(NUM_WARM_UP_STEPS * step.num_chunk)]
+                if step.num_chunk:
+                    long[0].locate(step.starts[-step.num_chunk], step.starts[-1] + 1)  # as `decode` does
                 rows = slots[: step.num_rows] + long * step.num_chunk
                 self._row_logits(rows, step.starts, [[0]] * len(rows), step.num_rows, records=True)
                 yield True

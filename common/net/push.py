@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from common.backend import ComputedSegment, StateSink, StateSource
-from common.errors import PdError, PeerError, RequestDamaged
+from common.errors import PdError, PeerError, RequestDamaged, TransferIncomplete
 from common.layout import StateLayout
 from common.net.codecs import CodecPool
 from common.net.landing import Landing
@@ -58,16 +58,18 @@ class PushOut:
         stream = self._stream
         for segment in self._source.segments(stream.prefill.start):
             for part in split_segment(stream.layout, segment, stream.limits.max_segment_bytes):
-                await self._send(part)
+                if not await self._send(part):
+                    return
         if stream.is_pushing:
             self._session.push_all(stream)
             self._flush()
 
-    async def _send(self, part: ComputedSegment) -> None:
+    async def _send(self, part: ComputedSegment) -> bool:
+        """False when nothing is pushed any more."""
         push = await self._room()
         stream = self._stream
         if push is None:
-            return
+            return False
         shape = segment_shape(stream.layout, part.start, part.stop, part.layers)
         codec = "zstd" if "zstd" in stream.prefill.codecs else "raw"
         encoded, _ = await self._codecs.encode(codec, part.buffers, shape)
@@ -76,6 +78,7 @@ class PushOut:
             piece_bytes = min(PIECE_BYTES, stream.limits.max_piece_bytes)
             push.add((part.start, part.stop), part.layers, raw_bytes, encoded, piece_bytes)
             self._flush()
+        return True
 
     async def _room(self) -> Departures | None:
         """Once less than MAX_STAGED_BYTES waits; None when nothing is pushed any more."""
@@ -88,13 +91,13 @@ class PushOut:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
-        if isinstance(error, PdError):
-            self._session.fail(self._stream, error)
-            self._flush()
-        elif error is not None:
-            self._session.cancel(self._stream)
+        if error is None:
+            return
+        if not isinstance(error, PdError):
             asyncio.get_running_loop().call_exception_handler({"message": "pushing failed", "exception": error})
-            self._flush()
+        # Another way may do without it.
+        self._session.fail(self._stream, TransferIncomplete(f"the prefix could not be pushed: {error}"))
+        self._flush()
 
 
 class PushIn:

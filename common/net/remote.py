@@ -131,9 +131,11 @@ class RemotePrefill:
         self._landing.segment_arrived(segment)
 
     def push_moved(self) -> None:
-        """The peer takes the prefix, or has taken more of it."""
+        """The peer takes the prefix, has more of it, or has begun."""
         if self._push is not None and self._stream.is_pushing:
             self._push.moved()
+        elif self._push is not None:
+            self._push.end()
 
     def ended(self) -> None:
         """The stream is over; wait() returns when the last thread has left the sink's memory."""

@@ -379,6 +379,8 @@ class ServerPeer:
         served, task = found
         served.changed()
         is_own_doing = task is asyncio.current_task() or stream.phase is Phase.DONE
+        # It hears of it where it waits for the prefix, once nothing writes to the memory any more.
+        is_own_doing = is_own_doing or (stream.phase is Phase.FAILED and served.is_taking_push)
         if not is_own_doing and not (served.is_completing and isinstance(stream.error, LinkLost)):
             task.cancel(str(stream.error))
 

@@ -64,6 +64,7 @@ class ServerStream:
             pushes=prefill.pushes,
         )
         self.push: PushIn | None = None
+        self.is_taking_push = False
         self.codec = prefill.codecs[0]  # ServerSession has refused what nobody knows
         self._stream, self._port = stream, port
         self._loop = asyncio.get_running_loop()
@@ -114,10 +115,15 @@ class ServerStream:
         self._check()
         port = self._port
         self.push = PushIn(port.session, self._stream, sink, port.codecs, port.layout, port.settle)
-        self._moved_at = now()
-        port.session.accept_push(self._stream, self._push_buffers(sink))
-        port.settle(self._stream)
-        await self.push.wait()
+        self._moved_at = began = now()
+        self.is_taking_push = True
+        try:
+            port.session.accept_push(self._stream, self._push_buffers(sink))
+            port.settle(self._stream)
+            await self.push.wait()
+        finally:
+            self.is_taking_push = False
+        self._stream.push_s = now() - began
         self._check()
 
     def _push_buffers(self, sink: StateSink) -> SinkBuffers:

@@ -28,7 +28,11 @@ class Sampled:
 
 
 class Slot(Protocol):
-    """One sequence's state. `writable` and `landed` may be called from any thread, the rest by the engine thread."""
+    """One sequence's state.
+
+    `writable` and `landed` may be called from any thread, the rest by the engine thread; while the sequence is held, so
+    that no step touches it, `prepare_import` and `exported` by the event loop too.
+    """
 
     @property
     def num_bytes(self) -> dict[str, int]:

@@ -48,6 +48,8 @@ class SendStream:
         self.accepted_at = self.queue_s = 0.0
         self.outbox: list[Message] = []
         self._pushed: Pushed | None = None
+        self.push_s = 0.0
+        """How long it took; no part of the queueing."""
         self.is_pushed = False
         """All of the prefix landed."""
         self._started: Started | None = None
@@ -86,7 +88,9 @@ class SendStream:
     def start(self, now: float) -> None:
         """The first chunk begins."""
         self._step(Do.START)
-        self.queue_s = max(0.0, now - self.accepted_at)
+        self.queue_s = max(0.0, now - self.accepted_at - self.push_s)
+        if self.arrivals is not None and not self.is_pushed:
+            self.arrivals.close()
         self._started = Started(self.queue_s)
         self._say(self._started)
 

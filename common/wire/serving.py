@@ -142,7 +142,7 @@ class ServerSession(Session):
         elif isinstance(message, Credit):
             stream.on_credit(message.limit)
         elif isinstance(message, Pushed):
-            with self._push_ends(stream):
+            with self._push_ends(stream), self._lies_end(stream):
                 stream.on_pushed(message)
         elif isinstance(message, Cancel):
             stream.on_cancel(PeerCancelled(f"the client cancelled: {message.message}"))
@@ -154,6 +154,8 @@ class ServerSession(Session):
         messages, stream.outbox = stream.outbox, []
         if self.is_attached:
             self._outbox.extend(Out(stream.stream_id, m) for m in messages)
+        if stream.arrivals is not None and stream.phase is not Phase.ACCEPTED:
+            self._credit.close(stream.stream_id)
         if stream.is_over and self.streams.get(stream.stream_id) is stream:
             del self.streams[stream.stream_id]
             self._credit.close(stream.stream_id)
@@ -197,13 +199,8 @@ class ServerSession(Session):
         stream = self.streams.get(stream_id)
         if stream is None:
             return discarding(num_bytes)
-        try:
+        with self._lies_end(stream):
             return stream.open_piece(piece, num_bytes, link)
-        except RemoteProtocolError as e:
-            # Sent again it would be the same.
-            stream.fail(RequestDamaged(f"the pushed prefix contradicts itself: {e}"))
-            self.settle(stream)
-            raise
 
     def piece_arrived(self, stream_id: int, piece: Piece, target: Target, opened: memoryview | None = None) -> None:
         """A pushed piece is complete; `opened` is what it holds, where it came sealed."""
@@ -226,6 +223,17 @@ class ServerSession(Session):
             stream.push_landed(segment, self._credit.landed(stream.stream_id, segment.head.encoded))
         self.settle(stream)
         return True
+
+    @contextmanager
+    def _lies_end(self, stream: SendStream) -> Iterator[None]:
+        """Sent again it would be the same."""
+        try:
+            yield
+        except RemoteProtocolError as e:
+            if not stream.is_over:
+                stream.fail(RequestDamaged(f"the pushed prefix contradicts itself: {e}"))
+                self.settle(stream)
+            raise
 
     @contextmanager
     def _push_ends(self, stream: SendStream) -> Iterator[None]:

@@ -6,6 +6,7 @@ clock, thread or codec. prefilld's end is serving.py; both share Out and the eve
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ from common.wire.messages import (
     Prefill,
     PushAck,
     Resumed,
+    Started,
     check_outgoing,
 )
 from common.wire.outgoing import SendStream
@@ -93,7 +95,7 @@ class SegmentAcked:
 
 @dataclass(frozen=True, slots=True)
 class PushMoved:
-    """The peer takes the prefix, or some of it arrived. At the server: all of it did."""
+    """The peer takes the prefix, has more of it, or has begun. At the server: all of it is there."""
 
     stream: ReceiveStream | SendStream
 
@@ -144,6 +146,7 @@ class ClientSession(Session):
         self.layout, self.credit_bytes, self.is_sealed = layout, credit_bytes, is_sealed
         self.streams: dict[int, ReceiveStream] = {}
         self._credit = CreditPool(credit_bytes, ours.max_segment_bytes)
+        self._push_turns: deque[int] = deque()
 
     # ---- control link
 
@@ -226,7 +229,9 @@ class ClientSession(Session):
         if stream is not None:
             with self._lies_end(stream):
                 stream.receive(message, now)
-            if isinstance(message, PushAck):
+            if isinstance(message, PushAck) and stream_id not in self._push_turns:
+                self._push_turns.append(stream_id)
+            if stream.push is not None and isinstance(message, PushAck | Started):
                 self._events.append(PushMoved(stream))
             self._arrived(stream)
             self._settle(stream)
@@ -263,12 +268,16 @@ class ClientSession(Session):
         return True
 
     def next_piece(self, link: int) -> OutPiece | None:
-        """The next piece of a pushed prefix for that link, streams in order; None when nothing may be sent."""
-        for stream in self.streams.values() if self.is_attached else ():
-            if stream.push is not None and stream.is_pushing and stream.attach is Attach.ATTACHED:
-                piece = stream.push.next_piece(link)
-                if piece is not None:
-                    return piece
+        """The next piece of a pushed prefix for that link, streams in turn; None when nothing may be sent."""
+        for _ in range(len(self._push_turns)):
+            stream = self.streams.get(self._push_turns[0])
+            if stream is None or stream.push is None or not stream.is_pushing:
+                self._push_turns.popleft()
+                continue
+            self._push_turns.rotate(-1)
+            piece = stream.push.next_piece(link) if stream.attach is Attach.ATTACHED else None
+            if piece is not None:
+                return piece
         return None
 
     def push_all(self, stream: ReceiveStream) -> None:

@@ -18,6 +18,7 @@ from common.errors import (
     NoPeer,
     Overloaded,
     PeerCancelled,
+    PeerShed,
     RequestDamaged,
     RequestFailed,
     StaleHandle,
@@ -29,6 +30,7 @@ from decoded import dispatch
 from decoded.api.errors import error_body, error_headers, http_status
 from decoded.dispatch import Dispatcher, DispatchSettings
 from decoded.metrics import DecodeMetrics
+from decoded.remote import start_remote
 
 
 class FailingBackend:
@@ -295,3 +297,20 @@ async def test_a_peer_that_leaves_by_reload_has_not_failed():
 
     old.prefill = leave
     assert await site.run() == "imported" and (old.num_asked, new.num_asked) == (1, 1)
+
+
+async def test_what_was_kept_survives_a_peer_that_cannot_be_asked():
+    """Its limits refuse the request before anything is sent: the sink was handed out, and nobody writes to it."""
+
+    def prefill(wanted, sink, source=None):
+        raise PeerShed("8 streams are open at peer q, its limit is 8")
+
+    kept = []
+    generation = SimpleNamespace(sink=object(), source=object(), keep=kept.append)
+    client = SimpleNamespace(prefill=prefill)
+    with pytest.raises(PeerShed):
+        start_remote(
+            client, generation, request(), start=5, pushes=True, now=0.0, progress_timeout_s=1.0,
+            has_alternative=lambda: False,
+        )  # fmt: skip
+    assert kept == [5]

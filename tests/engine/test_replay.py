@@ -257,6 +257,24 @@ def test_after_a_warm_up_every_step_is_a_repetition(tools, family) -> None:
     assert between._replay.num_programs == warm._replay.num_programs == 5 * (1 + len(sizes))
 
 
+@pytest.mark.parametrize("room", [64, 128])
+def test_chunks_of_a_warm_up_lie_in_one_piece_in_a_window(tools, room, monkeypatch) -> None:
+    """Rows were located one by one: in the middle of a chunk a window slid, and the kernel read before it."""
+    own, spans = make_runner(tools, FAMILIES["MiMoV2Flash"].model(), room=room), []
+    rows = own._attention.rows
+
+    def watched(slots: Any, starts: Any, num_chunk: int = 0) -> Any:
+        before = slots[-1]._located
+        made = rows(slots, starts, num_chunk)
+        spans.append((num_chunk, num_chunk == 0 or slots[-1]._located is before))
+        return made
+
+    monkeypatch.setattr(own._attention, "rows", watched)
+    while own.warm_up(1):
+        pass
+    assert max(num for num, _ in spans) == 64 and all(is_one for _, is_one in spans)
+
+
 def test_a_warm_up_without_memory_ends(tools, monkeypatch, caplog) -> None:
     own = make_runner(tools, tools.tiny_model("Llama"))
     expected = decode(own)

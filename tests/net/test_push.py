@@ -86,6 +86,10 @@ async def test_a_damaged_prefix_ends_the_request():
     rig.proxy.flip_last_up = 30_000
     with pytest.raises(RequestDamaged):
         await asyncio.wait_for(prefill.wait(), 10)
+    async with asyncio.timeout(5):
+        while "r1" not in rig.ended:
+            await asyncio.sleep(0.01)
+    assert isinstance(rig.ended["r1"], RequestDamaged), "the handler hears why"
     await rig.close()
 
 

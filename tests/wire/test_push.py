@@ -11,7 +11,7 @@ from common.wire.departures import OutPiece
 from common.wire.messages import PushAck, Pushed
 from common.wire.session import PushMoved, SegmentArrived
 from common.wire.tables import Phase
-from tests.wire.kit import FULL, LAYOUT, Ends, Sink, cut
+from tests.wire.kit import FULL, LAYOUT, Ends, Sink, cut, fill
 
 N, START = 60, 25
 
@@ -88,6 +88,7 @@ def test_only_what_was_granted_may_come():
     source = Sink(LAYOUT, START).filled()
     ends.queue_push(stream, source, cut(LAYOUT, 0, START, 7))
     stream.push.limit = 1 << 40
+    ends.client._push_turns.append(stream.stream_id)
     with pytest.raises(BadMessage, match="not asked for"):
         ends.carry_up(ends.client.next_piece(1))
     ends.talk()
@@ -228,3 +229,40 @@ def test_an_acknowledgement_of_nothing_sent_is_an_error():
     with pytest.raises(RemoteProtocolError, match="names more than"):
         ends.client.receive(1, PushAck((5,), 1), 0.0)
     assert served is not None
+
+
+def test_prefixes_take_turns():
+    ends = Ends(max_segment_bytes=4096)
+    source = Sink(LAYOUT, START).filled()
+    for _ in range(3):
+        stream = ends.request(N, START, pushes=True)
+        ends.talk()
+        served = ends.server.streams[stream.stream_id]
+        served.accept(ends._handle(), 0, 0.0)
+        ends.server.settle(served)
+        ends.server.accept_push(served, Sink(LAYOUT, START).buffers)
+        ends.talk()
+        ends.queue_push(stream, source, cut(LAYOUT, 0, START, 7))
+    assert [ends.client.next_piece(1).stream_id for _ in range(6)] == [1, 2, 3, 1, 2, 3]
+
+
+def test_sums_that_contradict_each_other_end_the_stream():
+    ends, stream, served, _, _ = pushing()
+    [said] = [o.message for o in ends.client.take_outbox() if isinstance(o.message, Pushed)]
+    ends.server.receive(1, said, None)
+    with pytest.raises(BadMessage):
+        ends.server.receive(1, replace(said, num_segments=said.num_segments + 1), None)
+    ends.talk()
+    assert served.phase is Phase.FAILED and isinstance(stream.error, RequestDamaged)
+
+
+def test_a_server_that_begins_without_it_writes_nothing_more():
+    ends, _, served, source, sink = pushing()
+    piece = ends.client.next_piece(1)
+    data = b"".join(bytes(p) for p in piece.payload())
+    target = ends.server.open_piece(1, 1, piece.message, len(data))
+    served.start(1.0)
+    ends.server.settle(served)
+    fill(target, data)
+    assert not any(sink.memory[key] != bytearray(len(sink.memory[key])) for key in sink.memory)
+    assert ends.server._credit.outstanding_bytes == 0 and source is not sink
