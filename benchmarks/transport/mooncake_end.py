@@ -7,7 +7,6 @@ fetch    reads as each line says: {"num_bytes", "num_requests", "concurrency"}; 
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
@@ -15,6 +14,8 @@ from typing import Any
 
 import numpy as np
 from mooncake.engine import TransferEngine
+
+from benchmarks.transport.ends import cpu_s, say
 
 
 def main() -> None:
@@ -58,17 +59,6 @@ def registered(engine: Any, num_bytes: int) -> Any:
     if engine.register_memory(memory.ctypes.data, num_bytes) != 0:
         raise SystemExit("memory could not be registered")
     return memory
-
-
-def cpu_s() -> float:
-    """CPU seconds of this process so far, all threads."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def say(fact: dict[str, Any]) -> None:
-    """The last lines of stdout are ours; the engine logs to stderr."""
-    print(json.dumps(fact), flush=True)
 
 
 if __name__ == "__main__":

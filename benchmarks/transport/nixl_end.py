@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import resource
 import sys
 import threading
 from time import monotonic
@@ -19,6 +18,8 @@ from typing import Any
 
 import numpy as np
 from nixl_cu12._api import nixl_agent, nixl_agent_config
+
+from benchmarks.transport.ends import cpu_s, say
 
 
 def main() -> None:
@@ -81,17 +82,6 @@ def progress(agent: Any) -> None:
     while True:
         agent.get_new_notifs()
         os.sched_yield()
-
-
-def cpu_s() -> float:
-    """CPU seconds of this process so far, all threads."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def say(fact: dict[str, Any]) -> None:
-    """The last lines of stdout are ours."""
-    print(json.dumps(fact), flush=True)
 
 
 if __name__ == "__main__":

@@ -250,6 +250,15 @@ class Ends:
         fill(target, data)
         self.client.piece_arrived(stream_id, piece.message, target, self.now)
 
+    def _put(self, segment, sink: Sink | None) -> None:
+        """Verify a segment, and decode what is not raw."""
+        head = segment.head
+        assert segment_digest(segment.views) == head.digest
+        if head.codec != "raw" and sink is not None:
+            shape = segment_shape(self.layout, head.start, head.stop, head.layers)
+            out = sink.buffers(head.start, head.stop, head.layers)
+            self.codec.decode(head.codec, segment.views[0], out, shape)
+
     # ---- a pushed prefix
 
     def queue_push(self, stream: ReceiveStream, source: Sink, segments, codec: str = "raw", piece: int = 4096):
@@ -272,12 +281,7 @@ class Ends:
         events = self.server.events()
         for event in events:
             if isinstance(event, SegmentArrived) and event.stream.wants(event.segment):
-                head = event.segment.head
-                assert segment_digest(event.segment.views) == head.digest
-                if head.codec != "raw" and sink is not None:
-                    shape = segment_shape(self.layout, head.start, head.stop, head.layers)
-                    out = sink.buffers(head.start, head.stop, head.layers)
-                    self.codec.decode(head.codec, event.segment.views[0], out, shape)
+                self._put(event.segment, sink)
                 self.server.segment_landed(event.stream, event.segment)
         return [*events, *self.server.events()]
 
@@ -300,12 +304,7 @@ class Ends:
         num = 0
         for event in self.client.events():
             if isinstance(event, SegmentArrived) and event.stream.wants(event.segment):
-                head = event.segment.head
-                assert segment_digest(event.segment.views) == head.digest
-                if head.codec != "raw" and sink is not None:
-                    shape = segment_shape(self.layout, head.start, head.stop, head.layers)
-                    out = sink.buffers(head.start, head.stop, head.layers)
-                    self.codec.decode(head.codec, event.segment.views[0], out, shape)
+                self._put(event.segment, sink)
                 self.client.segment_landed(event.stream, event.segment, self.now)
                 num += 1
         return num

@@ -16,7 +16,15 @@ from tests.wire.kit import FULL, LAYOUT, Ends, Sink, cut, fill
 N, START = 60, 25
 
 
-def pushing(layout=LAYOUT, *, credit_bytes: int = 1 << 20, codec: str = "raw", queue: bool = True, **limits):
+def pushing(
+    layout=LAYOUT,
+    *,
+    credit_bytes: int = 1 << 20,
+    codec: str = "raw",
+    queue: bool = True,
+    accepts: bool = True,
+    **limits,
+):
     """A stream whose prefix is asked for, and queued; the server's side of it, source and sink."""
     ends = Ends(layout, credit_bytes, **limits)
     source, sink = Sink(layout, START).filled(), Sink(layout, START)
@@ -27,8 +35,9 @@ def pushing(layout=LAYOUT, *, credit_bytes: int = 1 << 20, codec: str = "raw", q
     ends.server.settle(served)
     ends.talk()
     assert ends.client.next_piece(1) is None, "nothing may be sent before it is asked for"
-    ends.server.accept_push(served, sink.buffers)
-    ends.talk()
+    if accepts:
+        ends.server.accept_push(served, sink.buffers)
+        ends.talk()
     if queue:
         ends.queue_push(stream, source, cut(layout, 0, START, 7), codec)
         ends.client.push_all(stream)
@@ -78,14 +87,7 @@ def test_a_server_may_begin_without_it():
 
 
 def test_only_what_was_granted_may_come():
-    ends = Ends()
-    stream = ends.request(N, START, pushes=True)
-    ends.talk()
-    served = ends.server.streams[stream.stream_id]
-    served.accept(ends._handle(), 0, 0.0)
-    ends.server.settle(served)
-    ends.talk()
-    source = Sink(LAYOUT, START).filled()
+    ends, stream, _, source, _ = pushing(queue=False, accepts=False)
     ends.queue_push(stream, source, cut(LAYOUT, 0, START, 7))
     stream.push.limit = 1 << 40
     ends.client._push_turns.append(stream.stream_id)
@@ -190,14 +192,7 @@ def test_a_lost_control_link_costs_what_was_not_acknowledged(num_before):
 
 
 def test_permission_given_while_the_client_is_away_is_given_when_it_is_back():
-    ends = Ends()
-    source, sink = Sink(LAYOUT, START).filled(), Sink(LAYOUT, START)
-    stream = ends.request(N, START, pushes=True)
-    ends.talk()
-    served = ends.server.streams[stream.stream_id]
-    served.accept(ends._handle(), 0, 0.0)
-    ends.server.settle(served)
-    ends.talk()
+    ends, stream, served, source, sink = pushing(queue=False, accepts=False)
     ends.detach()
     ends.server.accept_push(served, sink.buffers)
     ends.attach()
