@@ -6,6 +6,7 @@ pause each. Retransmissions are the kernel's; queueing is what round trips take 
 
 from __future__ import annotations
 
+import pathlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -106,13 +107,18 @@ def measure(
             for sender in senders if number % 2 == 0 else reversed(senders):
                 figures = _turn(sender, path, seconds if number == 0 else 0)
                 records.append({"path": asdict(path), "round": number, "sender": sender.name, **figures})
+    system = pathlib.Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     for peer in peers:
-        records.append({"path": asdict(path), "round": 0, "sender": peer.name, **_other(peer, path)})
+        sender = f"{peer.name}, {system}"
+        records.append({"path": asdict(path), "round": 0, "sender": sender, **_other(peer, path)})
     return records
 
 
 def _other(peer: Peer, path: Path) -> dict[str, Any]:
-    """4 and 32 MiB by another engine over a fresh link, warmed by 4 MiB; "error" where it did not get so far."""
+    """4 and 32 MiB by another engine over a fresh link, warmed by 4 MiB; "error" where it did not get so far.
+
+    It takes the system's congestion control.
+    """
     figures: dict[str, Any] = {}
     setup = {"max_bytes": LARGE_BYTES, **peer.setup}
     try:
