@@ -51,7 +51,6 @@ class Setup:
     """
 
     host: str = "127.0.0.1"
-    fetch_host: str = ""
     port: int = 0
     max_bytes: int = 64 << 20
     segment_bytes: int = 1 << 20

@@ -54,7 +54,7 @@ def pair(
     module: str, setup: dict[str, Any], wan: Wan | None = None, env: dict[str, str] | None = None
 ) -> Iterator[tuple[Process, Process]]:
     """`module`'s serving end (at A) and fetching end (at B), connected; both are gone afterwards."""
-    setup = setup | ({"host": ADDRESS["A"], "fetch_host": ADDRESS["B"]} if wan is not None else {})
+    setup = setup | ({"host": ADDRESS["A"]} if wan is not None else {})
     serve = Process(_start(module, "serve", setup, wan, env))
     fetch = None
     try:

@@ -30,7 +30,6 @@ class Setup:
     """What is measured. `pacing_bps` is of each socket, 0 is none."""
 
     host: str = "127.0.0.1"
-    fetch_host: str = ""
     port: int = 0
     num_links: int = 1
     congestion_control: str = ""

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.transport.pair import Process, pair
 from benchmarks.transport.peers import Peer, environment
-from benchmarks.wan.wan import Wan
+from benchmarks.wan.wan import ADDRESS, Wan
 
 SMALL_BYTES, LARGE_BYTES = 4 << 20, 32 << 20
 PAUSE_S = 1.0
@@ -120,7 +120,7 @@ def _other(peer: Peer, path: Path) -> dict[str, Any]:
     It takes the system's congestion control.
     """
     figures: dict[str, Any] = {}
-    setup = {"max_bytes": LARGE_BYTES, **peer.setup}
+    setup = {"max_bytes": LARGE_BYTES, "fetch_host": ADDRESS["B"], **peer.setup}
     try:
         with (
             Wan(rate_mbit=path.rate_mbit, delay_ms=path.rtt_ms / 2, loss=path.loss) as wan,

@@ -18,17 +18,13 @@ from common.wire.arrivals import InSegment
 from common.wire.buffers import BUFFERS
 from common.wire.codec import segment_shape
 from common.wire.framing import Unopened
+from common.wire.incoming import ReceiveStream
 from common.wire.messages import Piece
+from common.wire.outgoing import SendStream
 
 
 class Receiver(Protocol):
     """Whose stream it is."""
-
-    @property
-    def is_over(self) -> bool: ...
-
-    def wants(self, segment: InSegment) -> bool:
-        """False when the segment is of no use any more."""
 
     def landed(self, segment: InSegment) -> None:
         """It is verified and in place."""
@@ -46,8 +42,15 @@ class Receiver(Protocol):
 class Landing:
     """Work on one stream's segments; `on_idle` is called whenever the last of it is done."""
 
-    def __init__(self, receiver: Receiver, layout: StateLayout, sink: StateSink, codecs: CodecPool) -> None:
-        self._receiver, self._layout, self._sink, self._codecs = receiver, layout, sink, codecs
+    def __init__(
+        self,
+        receiver: Receiver,
+        stream: ReceiveStream | SendStream,
+        layout: StateLayout,
+        sink: StateSink,
+        codecs: CodecPool,
+    ) -> None:
+        self._receiver, self._stream, self._layout, self._sink, self._codecs = receiver, stream, layout, sink, codecs
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_idle: Callable[[], None] | None = None
@@ -73,7 +76,7 @@ class Landing:
 
     async def _open(self, link: Link, piece: Piece, unopened: Unopened) -> None:
         try:
-            if self._receiver.is_over:
+            if self._stream.is_over:
                 return
             opened = await self._codecs.open(unopened)
         except SealBroken as e:
@@ -86,8 +89,8 @@ class Landing:
         self._receiver.flush()
 
     async def _land(self, segment: InSegment) -> None:
-        receiver, head = self._receiver, segment.head
-        if not receiver.wants(segment):
+        receiver, stream, head = self._receiver, self._stream, segment.head
+        if not stream.wants(segment):
             return
         shape = segment_shape(self._layout, head.start, head.stop, head.layers)
         views = tuple(segment.views)
@@ -97,12 +100,12 @@ class Landing:
                 lambda: self._sink.buffers(head.start, head.stop, head.layers),
             )
         except (ChecksumMismatch, RemoteProtocolError) as e:
-            if receiver.wants(segment):
+            if stream.wants(segment):
                 receiver.failed(TransferIncomplete(f"segment {head.no}: {e}"))
         except PdError as e:
             receiver.failed(e)
         else:
-            if receiver.wants(segment):
+            if stream.wants(segment):
                 self._sink.landed(head.start, head.stop, head.layers)
                 receiver.landed(segment)
         receiver.flush()

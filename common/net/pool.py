@@ -16,7 +16,7 @@ from common.linkfacts import MOST_LINKS
 from common.net.codecs import INLINE_BYTES, CodecPool
 from common.net.dialer import INCOMPATIBLE_CODES, Dialer, Failure
 from common.net.ends import connection_config
-from common.net.link import Link, now
+from common.net.link import Link, fill_in_turn, now
 from common.net.linkview import delivery_bps, link_rows, security_facts
 from common.net.measure import Measurement, Measuring
 from common.net.options import (
@@ -339,14 +339,13 @@ class PeerClient:
 
     def pump(self) -> None:
         """Give every data link with room a piece of a pushed prefix, in turn, until there is none."""
-        links = [link for link in self._dialer.data.values() if link.is_writable]
-        while links:
-            for link in list(links):
-                if (piece := self._session.next_piece(link.index)) is None:
-                    return
-                link.send_piece(piece)
-                if not link.is_writable:
-                    links.remove(link)
+        fill_in_turn(self._dialer.data.values(), self._send_next)
+
+    def _send_next(self, link: Link) -> bool:
+        piece = self._session.next_piece(link.index)
+        if piece is not None:
+            link.send_piece(piece)
+        return piece is not None
 
     def _flush(self) -> None:
         self._hand_on()

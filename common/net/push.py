@@ -113,8 +113,8 @@ class PushIn:
         settle: Callable[[SendStream], None],
     ) -> None:
         self._session, self._stream, self._settle = session, stream, settle
-        self.landing = Landing(self, layout, sink, codecs)
-        self.landing.on_idle = self._look
+        self.landing = Landing(self, stream, layout, sink, codecs)
+        self.landing.on_idle = self.changed
         self._changed = asyncio.Event()
 
     async def wait(self) -> None:
@@ -124,22 +124,10 @@ class PushIn:
             await self._changed.wait()
 
     def changed(self) -> None:
-        """All of it landed, or the stream is over."""
-        self._changed.set()
-
-    def _look(self) -> None:
+        """All of it landed, the stream is over, or nothing touches the memory now."""
         self._changed.set()
 
     # ---- Receiver
-
-    @property
-    def is_over(self) -> bool:
-        """Of the stream."""
-        return self._stream.is_over
-
-    def wants(self, segment: InSegment) -> bool:
-        """False when the segment is of no use any more."""
-        return self._stream.wants(segment)
 
     def landed(self, segment: InSegment) -> None:
         """It is verified and in place."""

@@ -41,7 +41,7 @@ class RemotePrefill:
     ) -> None:
         self._session, self._stream = session, stream
         self._loop = asyncio.get_running_loop()
-        self._landing = Landing(self, stream.layout, sink, codecs)
+        self._landing = Landing(self, stream, stream.layout, sink, codecs)
         self._landing.on_idle = self._close_if_idle
         self._push = None if source is None else PushOut(session, stream, source, codecs, lambda: self.flush())
         self._closed = asyncio.Event()
@@ -150,15 +150,6 @@ class RemotePrefill:
             self._closed.set()
 
     # ---- Receiver
-
-    @property
-    def is_over(self) -> bool:
-        """Of the stream."""
-        return self._stream.is_over
-
-    def wants(self, segment: InSegment) -> bool:
-        """False when the segment is of no use any more."""
-        return self._stream.wants(segment)
 
     def landed(self, segment: InSegment) -> None:
         """It is verified and in place."""

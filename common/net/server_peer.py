@@ -18,7 +18,7 @@ from common.layout import StateLayout
 from common.linkfacts import CodecChooser, PathEstimate
 from common.net.codecs import INLINE_BYTES, CodecPool
 from common.net.governor import Governor
-from common.net.link import Link, now
+from common.net.link import Link, fill_in_turn, now
 from common.net.linkview import delivery_bps, link_rows, security_facts
 from common.net.measure import FillerSource
 from common.net.options import PeerId, Trace
@@ -210,25 +210,17 @@ class ServerPeer:
                         self.on_refused(event, self.name)
                 elif isinstance(event, SegmentAcked):
                     self._acked(event)
-                elif isinstance(event, StreamResumed):
+                elif isinstance(event, StreamResumed | PushMoved):
                     self._changed(event.stream)
                 elif isinstance(event, SegmentArrived):
                     self._arrived(event)
-                elif isinstance(event, PushMoved):
-                    self._changed(event.stream)
                 elif isinstance(event, StreamEnded) and isinstance(event.stream, SendStream):
                     self._ended(event.stream)
         self.pump()
 
     def pump(self) -> None:
         """Give every data link with room a piece, in turn, until there is none."""
-        links = [link for link in self.data.values() if link.is_writable]
-        while links:
-            for link in list(links):
-                if not self._send_next(link):
-                    return
-                if not link.is_writable:
-                    links.remove(link)
+        fill_in_turn(self.data.values(), self._send_next)
 
     def _send_next(self, link: Link) -> bool:
         """Give a link a piece, or filler where no stream has one. False: there is neither."""
@@ -316,8 +308,7 @@ class ServerPeer:
             layout=self.layout,
             codecs=self.codecs,
             piece_bytes=self._piece_bytes,
-            max_segment_bytes=min(self.ours.max_segment_bytes, peer.max_segment_bytes),
-            new_handle=self.session.new_handle,
+            max_segment_bytes=self.session.limits.max_segment_bytes,
             settle=self._settle,
             trace=self.trace,
             choosers=self.choosers,

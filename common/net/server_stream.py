@@ -36,7 +36,6 @@ class StreamPort:
     codecs: CodecPool
     piece_bytes: Callable[[], int]
     max_segment_bytes: int
-    new_handle: Callable[[], bytes]
     settle: Callable[[SendStream], None]
     trace: Trace | None
     choosers: dict[str, CodecChooser]
@@ -101,7 +100,7 @@ class ServerStream:
     async def accept(self, num_queued: int = 0) -> None:
         """Tell the peer that it is queued behind `num_queued` others."""
         self._check()
-        self._stream.accept(self._port.new_handle(), num_queued, now())
+        self._stream.accept(self._port.session.new_handle(), num_queued, now())
         self._port.settle(self._stream)
 
     async def refuse(self, error: PeerError) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from common.errors import BadMessage, LocalProtocolError, PdError, PeerError, TransferIncomplete, UnknownFrame
 from common.layout import StateLayout
 from common.wire.arrivals import Arrivals, InSegment, SinkBuffers, StreamLimits, discarding
-from common.wire.departures import Departures
+from common.wire.departures import Departures, OutPiece
 from common.wire.digest import push_digest, seal
 from common.wire.frames import FrameType, Target
 from common.wire.messages import (
@@ -202,6 +202,11 @@ class ReceiveStream:
     def is_pushing(self) -> bool:
         """The prefix was asked for and is not all there yet."""
         return self.push is not None and self.phase is Phase.ACCEPTED
+
+    def next_piece(self, link: int) -> OutPiece | None:
+        """The next piece of it, if credit covers its whole segment; it counts as written to that link."""
+        is_attached = self.attach is Attach.ATTACHED
+        return self.push.next_piece(link) if self.push is not None and self.is_pushing and is_attached else None
 
     def push_all(self) -> None:
         """All of the prefix was queued."""

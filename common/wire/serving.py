@@ -6,7 +6,6 @@ SendStream the caller runs `settle(stream)`. Knows no socket, clock, thread or c
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -25,9 +24,8 @@ from common.errors import (
     UnknownFrame,
 )
 from common.layout import StateLayout
-from common.wire.arrivals import Arrivals, InSegment, PieceContext, SinkBuffers, StreamLimits, discarding
-from common.wire.credit import CreditPool
-from common.wire.departures import OutPiece, OutSegment
+from common.wire.arrivals import Arrivals, InSegment, PieceContext, SinkBuffers, discarding
+from common.wire.departures import OutSegment
 from common.wire.digest import push_digest, token_hash
 from common.wire.frames import Target
 from common.wire.messages import (
@@ -61,11 +59,7 @@ from common.wire.tokens import largest_token
 
 
 class ServerSession(Session):
-    """All streams of one client process. `new_handle` draws 16 random bytes.
-
-    `credit_bytes`: what all pushed prefixes together may have under way beyond the largest segment of each;
-    `is_sealed`: their pieces come over sealed links.
-    """
+    """All streams of one client process. `new_handle` draws 16 random bytes."""
 
     def __init__(
         self,
@@ -74,22 +68,20 @@ class ServerSession(Session):
         vocab_size: int,
         new_handle: Callable[[], bytes],
         *,
-        credit_bytes: int = 64 << 20,
+        credit_bytes: int,
         is_sealed: bool = False,
     ) -> None:
-        super().__init__(ours)
-        self.layout, self.vocab_size, self.new_handle, self.is_sealed = layout, vocab_size, new_handle, is_sealed
-        self._credit = CreditPool(credit_bytes, ours.max_segment_bytes)
+        super().__init__(ours, layout, credit_bytes, is_sealed=is_sealed)
+        self.vocab_size, self.new_handle = vocab_size, new_handle
         self.is_draining = False
         self.streams: dict[int, SendStream] = {}
-        self._turns: deque[int] = deque()
 
     # ---- control link
 
     def attach(self, peer: HelloAck) -> None:
         """A handshake is done; detached streams wait for their Resume."""
         self.peer, self.is_attached = peer, True
-        self._credit.reserve_bytes = min(self.ours.max_segment_bytes, peer.max_segment_bytes)
+        self._credit.reserve_bytes = self.limits.max_segment_bytes
 
     def detach(self, now: float) -> None:
         """The control link is lost."""
@@ -161,33 +153,15 @@ class ServerSession(Session):
             self._credit.close(stream.stream_id)
             self._events.append(StreamEnded(stream))
 
-    def next_piece(self, link: int) -> OutPiece | None:
-        """The next piece for that link, streams in turn; None when nothing may be sent."""
-        for _ in range(len(self._turns)):
-            stream = self.streams.get(self._turns[0])
-            if stream is None:
-                self._turns.popleft()
-                continue
-            self._turns.rotate(-1)
-            piece = stream.next_piece(link)
-            if piece is not None:
-                return piece
-        return None
-
     # ---- pushed prefixes
 
     def accept_push(self, stream: SendStream, sink_buffers: SinkBuffers) -> None:
         """There is memory for the prefix: the client may send it."""
-        peer, prefill = self.peer, stream.prefill
-        limits = StreamLimits(
-            min(self.ours.max_piece_bytes, peer.max_piece_bytes if peer else self.ours.max_piece_bytes),
-            self._credit.reserve_bytes,
-            self.is_sealed,
-        )
+        prefill = stream.prefill
         rows = (0, prefill.start)
         digest = push_digest(prefill.token_hash)
         lossless = tuple(codec for codec in prefill.codecs if codec == "zstd")
-        arrivals = Arrivals(digest, rows, lossless, self.layout, limits, sink_buffers)
+        arrivals = Arrivals(digest, rows, lossless, self.layout, self.limits, sink_buffers)
         arrivals.limit = self._credit.open(stream.stream_id)
         stream.accept_push(arrivals)
         self.settle(stream)

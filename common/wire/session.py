@@ -7,7 +7,7 @@ clock, thread or codec. prefilld's end is serving.py; both share Out and the eve
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -43,7 +43,7 @@ from common.wire.messages import (
     check_outgoing,
 )
 from common.wire.outgoing import SendStream
-from common.wire.tables import Attach, Do, Phase
+from common.wire.tables import Do, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +111,18 @@ Event = SegmentArrived | StreamEnded | StreamRequested | StreamRefused | StreamR
 
 
 class Session:
-    """What both ends have in common: who the peer is, messages for the control link, events for the caller."""
+    """What both ends have in common: who the peer is, messages for the control link, events for the caller.
 
-    def __init__(self, ours: HelloAck) -> None:
-        self.ours = ours
+    `credit_bytes`: what may be under way to this end beyond the largest segment of each stream. `is_sealed`: pieces
+    come over sealed links.
+    """
+
+    streams: Mapping[int, ReceiveStream | SendStream]
+
+    def __init__(self, ours: HelloAck, layout: StateLayout, credit_bytes: int, *, is_sealed: bool = False) -> None:
+        self.ours, self.layout, self.is_sealed = ours, layout, is_sealed
+        self._credit = CreditPool(credit_bytes, ours.max_segment_bytes)
+        self._turns: deque[int] = deque()
         self.peer: HelloAck | None = None
         self.is_attached = False
         self.detached_at = 0.0
@@ -126,6 +134,29 @@ class Session:
     def lease_s(self) -> float:
         """How long detached streams live."""
         return min(self.ours.lease_s, self.peer.lease_s if self.peer is not None else self.ours.lease_s)
+
+    @property
+    def limits(self) -> StreamLimits:
+        """Of every stream: the smaller of both ends' values."""
+        ours, peer = self.ours, self.peer or self.ours
+        return StreamLimits(
+            min(ours.max_piece_bytes, peer.max_piece_bytes),
+            min(ours.max_segment_bytes, peer.max_segment_bytes),
+            self.is_sealed,
+        )
+
+    def next_piece(self, link: int) -> OutPiece | None:
+        """The next piece for that link, streams in turn; None when nothing may be sent."""
+        for _ in range(len(self._turns)):
+            stream = self.streams.get(self._turns[0])
+            if stream is None:
+                self._turns.popleft()
+                continue
+            self._turns.rotate(-1)
+            piece = stream.next_piece(link)
+            if piece is not None:
+                return piece
+        return None
 
     def take_outbox(self) -> list[Out]:
         """Messages for the control link since the last call."""
@@ -139,14 +170,11 @@ class Session:
 
 
 class ClientSession(Session):
-    """decoded's streams at one peer process. `is_sealed`: its pieces come over sealed links."""
+    """decoded's streams at one peer process; turns are those of pushed prefixes."""
 
     def __init__(self, ours: HelloAck, layout: StateLayout, credit_bytes: int, *, is_sealed: bool = False) -> None:
-        super().__init__(ours)
-        self.layout, self.credit_bytes, self.is_sealed = layout, credit_bytes, is_sealed
+        super().__init__(ours, layout, credit_bytes, is_sealed=is_sealed)
         self.streams: dict[int, ReceiveStream] = {}
-        self._credit = CreditPool(credit_bytes, ours.max_segment_bytes)
-        self._push_turns: deque[int] = deque()
 
     # ---- control link
 
@@ -155,7 +183,7 @@ class ClientSession(Session):
         if self.peer is not None and self.peer.instance != peer.instance:
             self.fail_all(LinkLost(f"peer {peer.name} was restarted: it is another process now"))
         self.peer, self.is_attached = peer, True
-        self._credit.reserve_bytes = min(self.ours.max_segment_bytes, peer.max_segment_bytes)
+        self._credit.reserve_bytes = self.limits.max_segment_bytes
         for stream in list(self.streams.values()):
             if stream.phase is Phase.IDLE:
                 self._credit.close(stream.stream_id)
@@ -213,12 +241,7 @@ class ClientSession(Session):
             raise PeerInvalid(f"peer {peer.name} knows none of the codecs {prefill.codecs}, only {peer.codecs}")
         prefill = replace(prefill, codecs=codecs)
         self._last_id += 1
-        limits = StreamLimits(
-            min(self.ours.max_piece_bytes, peer.max_piece_bytes),
-            min(self.ours.max_segment_bytes, peer.max_segment_bytes),
-            self.is_sealed,
-        )
-        stream = ReceiveStream(self._last_id, prefill, tokens, self.layout, limits, sink_buffers)
+        stream = ReceiveStream(self._last_id, prefill, tokens, self.layout, self.limits, sink_buffers)
         self.streams[stream.stream_id] = stream
         self._request(stream, now)
         return stream
@@ -229,8 +252,8 @@ class ClientSession(Session):
         if stream is not None:
             with self._lies_end(stream):
                 stream.receive(message, now)
-            if isinstance(message, PushAck) and stream_id not in self._push_turns:
-                self._push_turns.append(stream_id)
+            if isinstance(message, PushAck) and stream_id not in self._turns:
+                self._turns.append(stream_id)
             if stream.push is not None and isinstance(message, PushAck | Started):
                 self._events.append(PushMoved(stream))
             self._arrived(stream)
@@ -266,19 +289,6 @@ class ClientSession(Session):
         self._say(stream, Ack((segment.head.no,), stream.arrivals.limit, False))
         self._settle(stream)
         return True
-
-    def next_piece(self, link: int) -> OutPiece | None:
-        """The next piece of a pushed prefix for that link, streams in turn; None when nothing may be sent."""
-        for _ in range(len(self._push_turns)):
-            stream = self.streams.get(self._push_turns[0])
-            if stream is None or stream.push is None or not stream.is_pushing:
-                self._push_turns.popleft()
-                continue
-            self._push_turns.rotate(-1)
-            piece = stream.push.next_piece(link) if stream.attach is Attach.ATTACHED else None
-            if piece is not None:
-                return piece
-        return None
 
     def push_all(self, stream: ReceiveStream) -> None:
         """All of a stream's prefix was queued."""

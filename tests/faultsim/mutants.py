@@ -29,7 +29,7 @@ def _verify_nothing(self: Verification, codec: Any, sink_views: Callable[[], Any
 
 async def _land_before_verifying(self: landing.Landing, segment: Any) -> None:
     receiver, head = self._receiver, segment.head
-    if not receiver.wants(segment):
+    if not self._stream.wants(segment):
         return
     views, apart = tuple(segment.views), segment.is_apart
     self._sink.landed(head.start, head.stop, head.layers)

@@ -90,7 +90,7 @@ def test_only_what_was_granted_may_come():
     ends, stream, _, source, _ = pushing(queue=False, accepts=False)
     ends.queue_push(stream, source, cut(LAYOUT, 0, START, 7))
     stream.push.limit = 1 << 40
-    ends.client._push_turns.append(stream.stream_id)
+    ends.client._turns.append(stream.stream_id)
     with pytest.raises(BadMessage, match="not asked for"):
         ends.carry_up(ends.client.next_piece(1))
     ends.talk()
