@@ -33,11 +33,20 @@ def needed(kind, window, start, stop):
 def decode_zstd(data):
     raw, at = b"", 0
     while at < len(data):
-        size, width = struct.unpack_from(">IB", data, at)
+        size, kind = struct.unpack_from(">IB", data, at)
+        width = kind & 127
         block, body = bytearray(size), at + 5 + 5 * width
         for p, (method, length) in enumerate(struct.iter_unpack(">BI", data[at + 5 : body])):
             plane, body = data[body : body + length], body + length
-            block[p::width] = zstandard.decompress(plane) if method else plane  # no other size fits
+            columns = 2 + int.from_bytes(plane[:2], "big") if method == 2 else 0
+            found = zstandard.decompress(plane[columns:]) if method else plane  # no other size fits
+            if method == 2:
+                found = bytes((b + plane[2 + i % (columns - 2)]) & 255 for i, b in enumerate(found))
+            block[p::width] = found
+        if kind & 128:
+            for i in range(0, size, width):
+                turned = int.from_bytes(block[i : i + width], "little")
+                block[i : i + width] = (turned >> 1 | (turned & 1) << 8 * width - 1).to_bytes(width, "little")
         raw, at = raw + block, body
     return raw
 
@@ -59,7 +68,7 @@ class Link:
 
     def send(self, kind, stream=0, payload=b"", **fields):
         header = msgpack.packb(fields)
-        head = struct.pack(">2sBBHHIII", b"PF", 4, kind, 0, len(header), stream, len(payload), zlib.crc32(header))
+        head = struct.pack(">2sBBHHIII", b"PF", 5, kind, 0, len(header), stream, len(payload), zlib.crc32(header))
         frame = head + struct.pack(">I", zlib.crc32(head)) + header + payload
         self.sock.sendall(frame)
         return frame
@@ -70,7 +79,7 @@ class Link:
         *fixed, kind, flags, length, stream, size, check = struct.unpack(">2sBBHHIII", head[:20])
         expect(zlib.crc32(head[:20]) == int.from_bytes(head[20:], "big"), "head check")
         is_small = length <= self.max_header and size <= (MAX_PIECE if kind == PIECE else 0)
-        expect((*fixed, flags) == (b"PF", 4, 0) and is_small, f"fixed header {head}")
+        expect((*fixed, flags) == (b"PF", 5, 0) and is_small, f"fixed header {head}")
         header = self._read(length)
         expect(zlib.crc32(header) == check, "header check")
         fields = msgpack.unpackb(header)

@@ -54,7 +54,7 @@ class Forger:
     """Changes one bit of the first frame of a type on its way down: `at` counts from its msgpack header on."""
 
     def __init__(self, kind: int, at: int, *, link: int = 0, is_sealed: bool = False) -> None:
-        self.start, self.at, self.link, self.is_sealed = b"PF\x04" + bytes([kind]), at, link, is_sealed
+        self.start, self.at, self.link, self.is_sealed = b"PF\x05" + bytes([kind]), at, link, is_sealed
         self.is_done = False
 
     def __call__(self, index: int, data: bytes) -> bytes:

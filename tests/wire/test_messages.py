@@ -117,9 +117,13 @@ DOC = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 WINDOW = StateSpec(0, "window", tuple(TensorSpec(name, (1, 64), "bfloat16") for name in "kv"), 512)
 BLOCK_RAW = bytes.fromhex("0001020304050607")
 BLOCK = bytes.fromhex("00000008 02 00 00000004 00 00000004 00020406 01030507")
+# 0x0100 0x0302 0x0504 0x0706 rotated left by one bit; their high bytes 02 06 0a 0e less 02 06 are 00 00 08 08.
+FRAME = bytes.fromhex("28b52ffd 20 04 21 0000 00000808")
+TURNED = bytes.fromhex("00000008 82 00 00000004 02 00000011 0004080c 0002 0206") + FRAME
 OTHERS |= {
     "layout digest of the list in section 4": bytes.fromhex(StateLayout((WINDOW,)).digest),
     "zstd block of the bfloat16 bytes 0001020304050607, planes stored": BLOCK,
+    "zstd block of the same, turned, the last plane as differences in two columns": TURNED,
 }
 
 
@@ -153,9 +157,10 @@ def test_golden_digests(name):
     assert OTHERS[name].hex() == documented()[name]
 
 
-def test_golden_zstd_block_of_stored_planes():
+@pytest.mark.parametrize("block", [BLOCK, TURNED])
+def test_golden_zstd_blocks(block):
     out = bytearray(8)
-    Codec().decode("zstd", memoryview(BLOCK), (memoryview(out),), [TensorRun(4, 1, "bfloat16")])
+    Codec().decode("zstd", memoryview(block), (memoryview(out),), [TensorRun(4, 1, "bfloat16")])
     assert bytes(out) == BLOCK_RAW
 
 
