@@ -27,7 +27,8 @@ class PrefillTask:
     """Compute the state of prompt tokens [start, len(tokens)): `tokens` already lacks the last prompt token.
 
     `start` > 0 means the receiver holds [0, start); what the engine itself must recompute for that is its own affair.
-    With `is_pushed` that state is put into the job's `sink`, and nothing is computed before `import_done`.
+    With `is_pushed` that state is put into the job's `sink` if the job `wants_push`, and nothing is computed before
+    `import_done`. `salt`: whose prefixes may be found, and find these.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class PrefillTask:
     start: int = 0
     priority: int = 0
     is_pushed: bool = False
+    salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +55,16 @@ class ComputedSegment:
 
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
-    """One chunk went through all layers. Instants are monotonic seconds of this process."""
+    """One chunk went through all layers, or with `is_cached` was there already, computed for another request.
+
+    Instants are monotonic seconds of this process.
+    """
 
     start: int
     stop: int
     started_at: float
     ended_at: float
+    is_cached: bool = False
 
 
 @dataclass(slots=True)
@@ -90,9 +96,12 @@ class PrefillJob(Protocol):
 
     def __aiter__(self) -> AsyncIterator[ComputedSegment | ChunkDone]: ...
 
+    async def wants_push(self) -> bool:
+        """Whether the state of [0, start) must come from outside: of a task with `is_pushed`, unless it is here."""
+
     @property
     def sink(self) -> StateSink:
-        """Memory for the state of [0, start), of a task with `is_pushed`."""
+        """Memory for the state of [0, start), of a job that wants it."""
 
     def import_done(self) -> None:
         """That state is in place and verified: computing goes on from there."""
@@ -123,9 +132,13 @@ class Generation(Protocol):
     marks: Marks
 
     @property
+    def num_cached_tokens(self) -> int:
+        """What was found of the prompt in the prefix cache: a sink, or `compute`, goes on from there."""
+
+    @property
     def sink(self) -> StateSink:
-        """Memory for one transfer, fresh but for what was kept. Every access starts over: what else an earlier sink
-        holds, or still gets written by a straggler, is no longer part of the sequence.
+        """Memory for one transfer, fresh but for what was kept and cached. Every access starts over: what else an
+        earlier sink holds, or still gets written by a straggler, is no longer part of the sequence.
         """
 
     @property
@@ -136,6 +149,9 @@ class Generation(Protocol):
         """A transfer into the latest sink failed, but [0, num_tokens) of it was verified, every layer can continue
         there, and nobody writes to it any more: the next sink, or `compute`, goes on from there.
         """
+
+    async def filled(self) -> None:
+        """Until what is cached is in the memory of the latest sink, so that `source` has it too."""
 
     def compute(self) -> None:
         """Compute whatever of the prompt is not held yet, here. Also the fallback after a failed transfer."""

@@ -12,6 +12,7 @@ PdError                         code, is_retryable, http_status
 │  └─ RemoteProtocolError       the peer did
 ├─ PeerError                    the peer said so in an Error or Refused message; one class per wire code
 ├─ TransferError                the state did not arrive; retry elsewhere or compute locally
+├─ StateDamaged                 cached state on disk is not what was written
 ├─ EngineError                  RequestFailed (this sequence only), EngineDead (the process must exit)
 └─ ControlError                 what a ctl prints; exit 1
 
@@ -334,6 +335,12 @@ class EngineDead(EngineError):
 
     code = "engine_dead"
     http_status = 503
+
+
+class StateDamaged(PdError):
+    """Cached state on disk is not what was written; it was removed, and is computed again."""
+
+    code = "state_damaged"
 
 
 class ControlError(PdError):

@@ -89,6 +89,10 @@ class FakeSlot:
         """Read-only views of computed rows."""
         return tuple(part.reshape(-1).data.toreadonly() for part in self._parts(start, stop, layers))
 
+    def first_row(self, layers: tuple[int, ...]) -> int:
+        """The first token whose rows are still there."""
+        return max((self._base[n] for n in layers), default=0)
+
     def copy_from(self, source: Slot, num_tokens: int) -> None:
         """Become a copy of another fake slot."""
         if not isinstance(source, FakeSlot):

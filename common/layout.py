@@ -15,6 +15,10 @@ from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any, Literal
 
+# How prefixes are cut into blocks and named (common/sched/prefixes.py); compared in the handshake.
+BLOCK_TOKENS = 64
+HASH_SCHEME = "sha256-chain-1"
+
 Kind = Literal["full", "window", "latent", "recurrent"]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "int32": 4, "int64": 8, "float64": 8}
 

@@ -90,6 +90,9 @@ class EngineWorker:
         self._is_closing = False
         self.is_warm = not options.warm_up_rows
         self._progress_at = 0.0
+        self.on_state: Callable[[Sequence, int, bool], None] | None = None
+        """on_state(sequence, stop, is_point), on the engine thread: state of [0, stop) is in the slot, for the time of
+        the call; others may go on from `stop` if it is a point."""
         self._on_death: Callable[[EngineDead], None] = lambda _error: None
 
     async def start(self, on_death: Callable[[EngineDead], None]) -> None:
@@ -129,16 +132,16 @@ class EngineWorker:
         try:
             self._build()
         except StartupError as e:
-            self._call(self._started, e)
+            self.call(self._started, e)
             return
         except Exception as e:
             log.exception("the engine could not be started")
-            self._call(self._started, StartupError(f"the engine could not be started: {type(e).__name__}: {e}"))
+            self.call(self._started, StartupError(f"the engine could not be started: {type(e).__name__}: {e}"))
             return
         finally:
             self._is_building = False
         self.is_alive = True
-        self._call(self._started, None)
+        self.call(self._started, None)
         error = EngineDead("the engine is closed")
         try:
             while not self._is_closing:
@@ -147,7 +150,7 @@ class EngineWorker:
             log.exception("the engine died")
             error = EngineDead(f"the engine died: {type(e).__name__}: {e}")
         self.is_alive = False
-        self._call(self._on_death, error)
+        self.call(self._on_death, error)
 
     def _build(self) -> None:
         # Read by OpenMP when the factory loads torch: idle threads must not spin on cores that others need.
@@ -165,6 +168,7 @@ class EngineWorker:
             max_logit_rows=max(1, MAX_LOGIT_BYTES // (8 * facts.vocab_size)),
         )
         self.scheduler = Scheduler(limits, facts.eos_token_ids, facts.max_context)
+        self.scheduler.on_leave = self._leaves
 
     def _turn(self) -> None:
         self._wake.clear()
@@ -244,8 +248,21 @@ class EngineWorker:
         self._chunk_done(chunk, result, started_at)
 
     def _give_up(self, chunk: Chunk, error: RequestFailed) -> None:
-        self.scheduler.cancel(chunk.seq.owner)
+        self.scheduler.cancel(chunk.seq.owner, has_failed=True)
         self._deliver([(chunk.seq, error)])
+
+    def _leaves(self, seq: Sequence) -> None:
+        if seq.num_computed_tokens > seq.point_at and not seq.is_parked:
+            self.offer_state(seq, seq.num_computed_tokens, is_point=True)
+
+    def hand_out(self, seq: Sequence, item: ComputedSegment | ChunkDone) -> None:
+        """On the engine thread: give a sequence's owner something that was there without being computed."""
+        self.call(_owner(seq).push, item)
+
+    def offer_state(self, seq: Sequence, stop: int, *, is_point: bool) -> None:
+        """On the engine thread: tell who keeps state that this sequence's is there up to `stop`."""
+        if self.on_state is not None and seq.keeps_state:
+            self.on_state(seq, stop, is_point)
 
     def _chunk_done(self, chunk: Chunk, result: ChunkResult, started_at: float) -> None:
         seq, marks = chunk.seq, _owner(chunk.seq).marks
@@ -253,9 +270,10 @@ class EngineWorker:
         ended_at = time.monotonic()
         if chunk.is_final:
             marks.prefill_ended_at = ended_at
+        self.offer_state(seq, chunk.stop, is_point=chunk.is_final or chunk.stop == seq.split_at)
         events = self.scheduler.update_chunk(chunk, result)
         if seq.sampling is None:
-            self._call(_owner(seq).push, ChunkDone(chunk.start, chunk.stop, started_at, ended_at))
+            self.call(_owner(seq).push, ChunkDone(chunk.start, chunk.stop, started_at, ended_at))
         elif seq.num_remaining == 0:
             marks.joined_at = ended_at
         self._deliver(events)
@@ -282,7 +300,7 @@ class EngineWorker:
                 segment = ComputedSegment(
                     plan.start, plan.stop, plan.layers, buffers, time.monotonic(), is_last=plan.is_last
                 )
-                self._call(_owner(seq).push, segment)
+                self.call(_owner(seq).push, segment)
 
         return on_layer
 
@@ -291,9 +309,10 @@ class EngineWorker:
 
     def _deliver(self, events: list[Event]) -> None:
         if events:
-            self._call(_push_all, events)
+            self.call(_push_all, events)
 
-    def _call(self, function: Callable[[T], None], argument: T) -> None:
+    def call(self, function: Callable[[T], None], argument: T) -> None:
+        """Call a function on the event loop. For the engine thread."""
         try:
             self._loop.call_soon_threadsafe(function, argument)
         except RuntimeError:

@@ -171,12 +171,17 @@ class StreamHandler:
         await self._admitted[record.key].wait()
         request = stream.request
         task = PrefillTask(
-            record.request_id, tuple(request.tokens), request.start, request.priority, is_pushed=request.pushes
+            record.request_id,
+            tuple(request.tokens),
+            request.start,
+            request.priority,
+            request.pushes,
+            request.tenant_salt,
         )
         job: PrefillJob | None = None
         try:
             job = self.backend.prefill(task)
-            if request.pushes:
+            if request.pushes and await job.wants_push():
                 await self._take_push(stream, job, record)
             record.stage = "prefill"
             await self._pump(stream, job, record)

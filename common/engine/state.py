@@ -139,6 +139,10 @@ class SlotState:
             parts += own if self._layout.states[layer].is_rows else [p.clone() for p in own]
         return tuple(_bytes_of(part.cpu()).toreadonly() for part in parts)
 
+    def first_row(self, layers: tuple[int, ...]) -> int:
+        """The first token whose rows are still there in all of these layers."""
+        return max((self._layers[n].base for n in layers), default=0)
+
     def copy_from(self, source: Slot, num_tokens: int) -> None:
         """Become a copy of `source`, which holds [0, num_tokens)."""
         if not isinstance(source, SlotState):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from common.layout import ModelInfo
+from common.layout import BLOCK_TOKENS, HASH_SCHEME, ModelInfo
 from common.net.tls import CertificateFacts, TlsEnd
 from common.wire.handshake import Mode
 
@@ -17,8 +17,6 @@ Role = Literal["decode", "prefill"]
 PeerState = Literal["connecting", "ready", "draining", "incompatible", "down"]
 Trace = Callable[..., None]
 """trace(event, now=monotonic seconds, **fields): segment_ready, segment_encoded, piece_written, segment_acked."""
-
-HASH_SCHEME = "sha256-chain-1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ class LocalEnd:
     security: Security = Security()
     require_same_numerics: bool = False
     numerics: dict[str, str] = field(default_factory=dict)
-    block_tokens: int = 64
+    block_tokens: int = BLOCK_TOKENS
     hash_scheme: str = HASH_SCHEME
 
 

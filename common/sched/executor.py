@@ -50,6 +50,9 @@ class Slot(Protocol):
     def exported(self, start: int, stop: int, layers: tuple[int, ...]) -> tuple[memoryview, ...]:
         """Read-only views of computed rows; they stay valid and unchanged however the slot goes on."""
 
+    def first_row(self, layers: tuple[int, ...]) -> int:
+        """The first token whose rows are still there in all of these layers."""
+
     def copy_from(self, source: Slot, num_tokens: int) -> None:
         """Become a copy of `source`, which holds [0, num_tokens)."""
 

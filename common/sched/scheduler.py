@@ -6,7 +6,7 @@ tensors, so tests feed it made-up outputs. Called by common/worker.py on the eng
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from common.errors import RequestFailed
@@ -64,6 +64,8 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._done: dict[int, Sequence] = {}
         self._num_turns = 0
+        self.on_leave: Callable[[Sequence], None] = _ignore
+        """Told of each sequence whose slot is about to be freed, unless its state may be wrong."""
 
     # -- sequences come and go
 
@@ -92,6 +94,7 @@ class Scheduler:
         for other in choices[1:]:
             other.slot.copy_from(seq.slot, seq.num_computed_tokens)
             other.num_computed_tokens = seq.num_computed_tokens
+            other.keeps_state, other.num_offered, other.point_at = seq.keeps_state, seq.num_offered, seq.point_at
         self._running += choices
         for each in choices:
             if seq.sampling.max_tokens <= 0:
@@ -99,8 +102,11 @@ class Scheduler:
                 events.append((each, ChoiceEnded(each.choice)))
         return events
 
-    def cancel(self, owner: object, choice: int | None = None) -> None:
-        """Drop one choice of an owner, or all its sequences. Unknown ones are ignored."""
+    def cancel(self, owner: object, choice: int | None = None, *, has_failed: bool = False) -> None:
+        """Drop one choice of an owner, or all its sequences; after a failure nobody goes on from their state.
+
+        Unknown ones are ignored.
+        """
         for seq in [s for s in self.sequences() if s.owner is owner and choice in (None, s.choice)]:
             if choice is not None and seq.siblings:
                 # The prompt goes on under another choice's name; that one's own slot is what becomes free.
@@ -108,6 +114,7 @@ class Scheduler:
                 seq.choice, seq.seed, heir.choice = heir.choice, heir.seed, seq.choice
                 self.accounts.release(heir)
             elif seq.seq_id in self.accounts:
+                seq.keeps_state &= not has_failed
                 self._end(seq)
 
     def sequences(self) -> Iterator[Sequence]:
@@ -117,6 +124,7 @@ class Scheduler:
             yield from seq.siblings
 
     def _end(self, seq: Sequence) -> None:
+        self.on_leave(seq)
         for queue in (self._prefilling, self._running):
             if seq in queue:
                 queue.remove(seq)
@@ -152,7 +160,7 @@ class Scheduler:
                 seq.slot.unpark()
             except RequestFailed as e:
                 failed.append((seq, e))
-                self.cancel(seq.owner)
+                self.cancel(seq.owner, has_failed=True)
                 continue
             seq.is_parked = False
             self.accounts.rebook(seq)
@@ -193,10 +201,12 @@ class Scheduler:
             size = (self.takes_chunks and self.budget.joint_tokens(num_rows)) or self.budget.tokens(num_rows)
         if seq.prompt_logprobs is not None:
             size = min(size, limits.max_logit_rows)
-        size = min(size, seq.num_remaining)
-        if num_rows and self.takes_chunks and size == seq.num_remaining:
+        start = seq.num_computed_tokens
+        left = seq.split_at - start if start < seq.split_at else seq.num_remaining
+        size = min(size, left, seq.num_remaining)
+        if num_rows and self.takes_chunks and size in (left, seq.num_remaining):
             size = joint_size(size)  # the end of a prompt could have any size
-        return Chunk(seq, seq.num_computed_tokens, seq.num_computed_tokens + size)
+        return Chunk(seq, start, start + size)
 
     def update_rows(self, rows: tuple[Sequence, ...], sampled: list[Sampled]) -> list[Event]:
         """Append what the decode rows sampled; ended sequences leave and free their slots."""
@@ -205,7 +215,7 @@ class Scheduler:
             if seq.sampling is None or seq.seq_id not in self.accounts:
                 continue
             if out.error is not None:
-                self.cancel(seq.owner)
+                self.cancel(seq.owner, has_failed=True)
                 events.append((seq, out.error))
                 continue
             seq.num_computed_tokens += 1
@@ -254,3 +264,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Books and slots agree; every sequence is in one place. Raises IntegrityError."""
         self.accounts.check(self.sequences())
+
+
+def _ignore(_seq: Sequence) -> None:
+    """Nobody wants its state."""

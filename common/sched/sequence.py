@@ -29,6 +29,9 @@ class Sequence:
         start: a prefill job's first row to send; the receiver holds [0, start).
         is_held: not to be scheduled now: its state comes from elsewhere, or its consumer is behind.
         last_turn: number of the turn in which it last got a chunk; 0 before the first.
+        split_at: a chunk ends there, if the prompt is still before it: others may go on from that point.
+        keeps_state: its state is offered to the prefix cache; up to `num_offered` it was, `point_at` was the last point
+            at which another sequence can go on.
         has_run, is_parked: it has decoded in a batch; it was put aside for others of higher priority.
         siblings: further choices of the same prompt, forked from this sequence when the prompt is computed.
     """
@@ -47,6 +50,10 @@ class Sequence:
     num_computed_tokens: int = 0
     is_held: bool = False
     last_turn: int = 0
+    split_at: int = 0
+    keeps_state: bool = False
+    num_offered: int = 0
+    point_at: int = 0
     has_run: bool = False
     is_parked: bool = False
     siblings: list[Sequence] = field(default_factory=list)

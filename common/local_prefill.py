@@ -1,0 +1,148 @@
+"""One prefill job in a LocalBackend: a sequence that samples nothing, and goes on from what the prefix cache has.
+
+Lives on the event loop. Made by LocalBackend.prefill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from common.backend import ChunkDone, ComputedSegment, PrefillTask, StateSink
+from common.errors import EngineDead, RequestFailed
+from common.local_outputs import LocalSink, LocalSource, Outputs
+from common.sched.scheduler import Event, Scheduler
+from common.sched.sequence import Sequence
+from common.worker import Item
+
+if TYPE_CHECKING:
+    from common.local_backend import LocalBackend
+    from common.state_cache import StateCache
+
+
+class LocalPrefill(Outputs[ComputedSegment | ChunkDone]):
+    """One prefill job: a sequence that samples nothing."""
+
+    def __init__(self, backend: LocalBackend, task: PrefillTask) -> None:
+        super().__init__(backend)
+        self._task = task
+        self._seq = seq = Sequence(
+            seq_id=next(backend.ids),
+            owner=self,
+            tokens=list(task.tokens),
+            slot=backend.executor.new_slot(len(task.tokens)),
+            start=task.start,
+            priority=task.priority,
+            is_held=True,
+            keeps_state=backend.cache is not None,
+        )
+        self._wants_push: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        backend.owners[self] = None
+        backend.worker.post(lambda scheduler: scheduler.add(seq))
+        self._beginning: asyncio.Task[None] | None = None
+        if backend.cache is None:
+            self._begin(0)
+        else:
+            self._beginning = asyncio.create_task(self._look_up(backend.cache))
+            self._beginning.add_done_callback(self._looked_up)
+
+    async def wants_push(self) -> bool:
+        """Whether the state of [0, start) must come from outside."""
+        return await asyncio.shield(self._wants_push)
+
+    @property
+    def sink(self) -> StateSink:
+        """Memory for the state of [0, start)."""
+        return LocalSink(self._seq.slot)
+
+    def import_done(self) -> None:
+        """That state is in place: computing goes on from there."""
+
+        def join(scheduler: Scheduler) -> list[Event]:
+            seq = self._seq
+            if seq.seq_id not in scheduler.accounts or seq.num_computed_tokens:
+                return []
+            seq.num_computed_tokens, seq.is_held = seq.start, False
+            self._backend.worker.offer_state(seq, seq.start, is_point=True)
+            return scheduler.advance(seq)
+
+        self._backend.worker.post(join)
+
+    def set_paused(self, paused: bool) -> None:
+        """No further chunk while paused; the running one ends first."""
+
+        def hold(scheduler: Scheduler) -> list[Event]:
+            self._seq.is_held = paused
+            return scheduler.advance(self._seq)
+
+        self._backend.worker.post(hold)
+
+    def release(self) -> None:
+        """Free the state; before the end this cancels. Idempotent."""
+        if self._beginning is not None:
+            self._beginning.cancel()
+        self._wants_push.cancel()
+        self._backend.worker.post(lambda scheduler: scheduler.cancel(self))
+        self._finish(None)
+
+    def push(self, item: Item) -> None:
+        """One output from the engine, on the event loop."""
+        if self._is_over:
+            return
+        if isinstance(item, RequestFailed | EngineDead):
+            self._finish(item)
+        elif isinstance(item, ComputedSegment | ChunkDone):
+            self._queue.put_nowait(item)
+            if isinstance(item, ChunkDone) and item.stop == len(self._task.tokens):
+                self._finish(None)
+
+    async def _look_up(self, cache: StateCache) -> None:
+        """Have what is cached in the slot, and begin behind it."""
+        task, slot = self._task, self._seq.slot
+        found = await cache.look_up(task.tokens, task.salt, len(task.tokens))
+        self.prefixes, self._seq.split_at = found.prefixes, found.split_at
+        hold = found.hold
+        if hold is None or (task.is_pushed and hold.num_tokens < task.start):
+            if hold is not None:
+                hold.release()
+            self._begin(0)
+            return
+        try:
+            slot.prepare_import(hold.num_tokens)
+            await asyncio.to_thread(cache.fill, hold, slot, hold.num_tokens)
+            self._begin(hold.num_tokens)
+        finally:
+            hold.release()
+
+    def _looked_up(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._is_over:
+            self.push(error if isinstance(error, RequestFailed) else RequestFailed(f"cached state: {error}"))
+
+    def _begin(self, num_cached: int) -> None:
+        """Compute from there on, unless the rest of the beginning is still to be pushed."""
+        if not self._wants_push.done():
+            self._wants_push.set_result(self._task.is_pushed and not num_cached)
+        if self._task.is_pushed and not num_cached:
+            self._seq.slot.prepare_import(self._task.start)
+            return
+        self._backend.worker.post(lambda scheduler: self._join(scheduler, num_cached))
+
+    def _join(self, scheduler: Scheduler, num_cached: int) -> list[Event]:
+        """On the engine thread: what is cached goes out like computed state, then chunks follow."""
+        seq, backend = self._seq, self._backend
+        if seq.seq_id not in scheduler.accounts:
+            return []
+        seq.num_computed_tokens = seq.num_offered = seq.point_at = num_cached
+        if num_cached > seq.start:
+            began_at = self.marks.prefill_started_at = time.monotonic()
+            options = backend.worker.options
+            source = LocalSource(backend.info.layout, seq.slot, options.chunk_tokens, options.segment_bytes)
+            for segment in source.between((seq.start, num_cached), (seq.start, seq.num_prompt_tokens)):
+                backend.worker.hand_out(seq, segment)
+            backend.worker.hand_out(seq, ChunkDone(seq.start, num_cached, began_at, began_at, is_cached=True))
+            if not seq.num_remaining:
+                self.marks.prefill_ended_at = began_at
+        seq.is_held = False
+        return scheduler.advance(seq)
