@@ -36,6 +36,7 @@ class DiskPart:
 
     entry: Entry
     group: int
+    first: int
     num_bytes: int
     path: Path
 
@@ -46,21 +47,21 @@ class PartFiles:
     def __init__(self, folder: Path, identity: str) -> None:
         self.folder = folder / identity
 
-    def write(self, entry: Entry, group: int, part: Bytes) -> DiskPart:
-        """Write a part, whole or not at all. Raises OSError."""
+    def write(self, entry: Entry, group: int, first: int, part: Bytes) -> DiskPart:
+        """Write a part, whole or not at all; `first` as in tier.Part. Raises OSError."""
         path = self._path(entry.name, group)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         aside = path.with_suffix(f"{path.suffix}.{os.getpid()}.new")
         try:
             with aside.open("wb") as file:
                 os.fchmod(file.fileno(), 0o600)
-                file.write(_MAGIC + _header(entry, group, part))
+                file.write(_MAGIC + _header(_facts(entry, group, first), part))
                 file.write(part.data)
             aside.replace(path)
         except OSError:
             aside.unlink(missing_ok=True)
             raise
-        return DiskPart(entry, group, part.size, path)
+        return DiskPart(entry, group, first, part.size, path)
 
     def read(self, part: DiskPart) -> Bytes:
         """The bytes of a part.
@@ -70,12 +71,12 @@ class PartFiles:
         """
         try:
             with part.path.open("rb") as file:
-                entry, group, digest, offset = _read_header(file.read(len(_MAGIC) + _MAX_HEADER))
+                entry, group, first, digest, offset = _read_header(file.read(len(_MAGIC) + _MAX_HEADER))
                 file.seek(offset)
                 found = np.fromfile(file, np.uint8)
-            if (entry, group, found.size) != (part.entry, part.group, part.num_bytes):
+            if (entry, group, first, found.size) != (part.entry, part.group, part.first, part.num_bytes):
                 raise ValueError(f"holds {found.size} bytes of {entry}, not {part.num_bytes} of {part.entry}")
-            if _digest(_facts(entry, group), found) != digest:
+            if _digest(_facts(entry, group, first), found) != digest:
                 raise ValueError("its bytes are not those that were written")
         except (OSError, ValueError) as e:
             self.remove(part)
@@ -93,7 +94,7 @@ class PartFiles:
         for path in sorted(self.folder.glob("*/*")):
             try:
                 with path.open("rb") as file:
-                    entry, group, _, offset = _read_header(file.read(len(_MAGIC) + _MAX_HEADER))
+                    entry, group, first, _, offset = _read_header(file.read(len(_MAGIC) + _MAX_HEADER))
                 facts = path.stat()
                 if path != self._path(entry.name, group):
                     raise ValueError("it does not have the name of what it holds")
@@ -102,7 +103,7 @@ class PartFiles:
                 with suppress(OSError):
                     path.unlink()
                 continue
-            found.append((facts.st_mtime, DiskPart(entry, group, facts.st_size - offset, path)))
+            found.append((facts.st_mtime, DiskPart(entry, group, first, facts.st_size - offset, path)))
         yield from (part for _, part in sorted(found, key=lambda item: item[0]))
 
     def _path(self, name: bytes, group: int) -> Path:
@@ -110,9 +111,9 @@ class PartFiles:
         return self.folder / text[:2] / f"{text}.{group}"
 
 
-def _facts(entry: Entry, group: int) -> dict[str, object]:
+def _facts(entry: Entry, group: int, first: int) -> dict[str, object]:
     names = {"scheme": HASH_SCHEME, "name": entry.name.hex(), "parent": entry.parent.hex()}
-    return {**names, "stop": entry.stop, "num_tokens": entry.num_tokens, "group": group}
+    return {**names, "stop": entry.stop, "num_tokens": entry.num_tokens, "group": group, "first": first}
 
 
 def _digest(facts: dict[str, object], part: Bytes) -> str:
@@ -121,13 +122,12 @@ def _digest(facts: dict[str, object], part: Bytes) -> str:
     return state.hexdigest()
 
 
-def _header(entry: Entry, group: int, part: Bytes) -> bytes:
-    facts = _facts(entry, group)
+def _header(facts: dict[str, object], part: Bytes) -> bytes:
     return json.dumps({**facts, "digest": _digest(facts, part)}).encode() + b"\n"
 
 
-def _read_header(data: bytes) -> tuple[Entry, int, str, int]:
-    """Entry, group, digest, and where the bytes begin. Raises ValueError."""
+def _read_header(data: bytes) -> tuple[Entry, int, int, str, int]:
+    """Entry, group, first token, digest, and where the bytes begin. Raises ValueError."""
     end = data.find(b"\n", len(_MAGIC))
     if not data.startswith(_MAGIC) or end < 0:
         raise ValueError("it does not begin like a part of a prefix cache")
@@ -135,9 +135,9 @@ def _read_header(data: bytes) -> tuple[Entry, int, str, int]:
         facts = json.loads(data[len(_MAGIC) : end])
         name, parent = bytes.fromhex(facts["name"]), bytes.fromhex(facts["parent"])
         entry = Entry(name, parent, int(facts["stop"]), int(facts["num_tokens"]))
-        group, digest, scheme = int(facts["group"]), str(facts["digest"]), facts["scheme"]
+        group, first, digest, scheme = int(facts["group"]), int(facts["first"]), str(facts["digest"]), facts["scheme"]
     except (KeyError, TypeError, json.JSONDecodeError) as e:
         raise ValueError(f"its header cannot be read: {e!r}") from None
     if scheme != HASH_SCHEME or len(name) != NAME_BYTES or len(parent) != NAME_BYTES:
         raise ValueError(f"its header is of another kind: {facts}")
-    return entry, group, digest, end + 1
+    return entry, group, first, digest, end + 1

@@ -74,7 +74,7 @@ class Hold:
     """Parts of [0, num_tokens) of a prompt, in memory until `release`."""
 
     num_tokens: int
-    parts: list[tuple[Entry, int, Bytes]]
+    parts: list[tuple[Part, Bytes]]
     pinned: list[tuple[Tier, Part]]
     cache: PrefixCache
 
@@ -120,10 +120,14 @@ class StateCache:
         if self._files is None:
             return
         for found in await self._in_thread(lambda files: list(files.scan()), self._files):
-            is_ours = found.group in self.groups and found.num_bytes == self.groups[found.group].num_bytes(
-                found.entry.num_tokens
+            group = self.groups.get(found.group)
+            first = found.first or (group.first_row(found.entry) if group is not None else 0)
+            is_ours = group is not None and found.num_bytes == group.num_bytes(found.entry, first)
+            part = (
+                self._reserve(self.books.disk, found.entry, found.group, found.num_bytes, found.first)
+                if is_ours
+                else None
             )
-            part = self._reserve(self.books.disk, found.entry, found.group, found.num_bytes) if is_ours else None
             if part is None:
                 self._files.remove(found)
             else:
@@ -180,10 +184,10 @@ class StateCache:
             RequestFailed: the slot is gone.
         """
         needs = self.books.needs
-        for entry, group, part in hold.parts:
-            first = needs.window_from(target) if group == WINDOW else 0
-            if entry.stop > first and (group != STATE or target == hold.num_tokens):
-                put(slot, self.groups[group], entry, part, first)
+        for part, data in hold.parts:
+            if part.group != STATE or target == hold.num_tokens:
+                wanted_from = needs.window_from(target) if part.group == WINDOW else 0
+                put(slot, self.groups[part.group], (self._first(part), part.entry.stop), data, wanted_from)
 
     def offer(self, prompt: Prefixes, offer: Offer) -> None:
         """Keep what is not held yet of a sequence's state. Its views are read until a worker thread has copied them."""
@@ -205,9 +209,12 @@ class StateCache:
             if number % _BATCH == _BATCH - 1:
                 await asyncio.sleep(0)
             for group, source in offer.exports.items():
-                if not _has(source, group, entry) or not self.books.wants(entry, group):
+                layout = self.groups[group]
+                start = layout.first_in(source, entry)
+                first = 0 if start == layout.first_row(entry) else start
+                if start is None or first is None or not self.books.wants(entry, group, first):
                     continue
-                part = self._reserve(memory, entry, group, self.groups[group].num_bytes(entry.num_tokens))
+                part = self._reserve(memory, entry, group, layout.num_bytes(entry, start), first)
                 if part is None:
                     self.counts.num_not_stored += 1
                     if group == ROWS:
@@ -229,7 +236,7 @@ class StateCache:
         found: list[Bytes | None] = []
         for part, source in parts:
             try:
-                found.append(cut(source, self.groups[part.group], part.entry))
+                found.append(cut(source, self.groups[part.group], part.entry, self._first(part)))
             except MemoryError:
                 found.append(None)
         return found
@@ -239,8 +246,11 @@ class StateCache:
         whole = [e for e in self.books.entries(prompt, offer.stop) if e.stop > offer.start]
         return [e for e in whole if e.num_tokens == BLOCK_TOKENS or e.stop == last]
 
-    def _reserve(self, tier: Tier, entry: Entry, group: int, num_bytes: int) -> Part | None:
-        part, gone = self.books.reserve(tier, entry, group, num_bytes)
+    def _first(self, part: Part) -> int:
+        return part.first or self.groups[part.group].first_row(part.entry)
+
+    def _reserve(self, tier: Tier, entry: Entry, group: int, num_bytes: int, first: int = 0) -> Part | None:
+        part, gone = self.books.reserve(tier, entry, group, num_bytes, first)
         for each in gone:
             _add(self.counts.evicted_bytes, each)
             if tier is self.books.disk:
@@ -266,7 +276,7 @@ class StateCache:
                     payload = await self._read(tier, part, payload)
                 if payload is None:
                     return None
-                hold.parts.append((part.entry, part.group, payload))
+                hold.parts.append((part, payload))
             is_whole = True
         finally:
             if not is_whole:
@@ -286,7 +296,7 @@ class StateCache:
             self.on_change()
             return None
         self.counts.disk_read_bytes += part.num_bytes
-        again = self._reserve(self.books.memory, part.entry, part.group, part.num_bytes)
+        again = self._reserve(self.books.memory, part.entry, part.group, part.num_bytes, part.first)
         if again is not None:
             self.books.commit(self.books.memory, again, payload)
         return payload
@@ -296,13 +306,13 @@ class StateCache:
     def _demote(self, part: Part) -> None:
         """Memory gave it up, or the process ends: to disk, unless too much waits to be written already."""
         payload = part.payload
-        is_there = self.books.disk.get(part.entry.name, part.group) is not None
-        if self._files is None or payload is None or is_there:
+        there = self.books.disk.get(part.entry.name, part.group)
+        if self._files is None or payload is None or (there is not None and there.first <= part.first):
             return
         if self._writing_bytes > _MAX_WRITING and not part.is_held:
             self.counts.num_not_stored += 1
             return
-        to = self._reserve(self.books.disk, part.entry, part.group, part.num_bytes)
+        to = self._reserve(self.books.disk, part.entry, part.group, part.num_bytes, part.first)
         if to is not None:
             self.books.commit(self.books.disk, to, payload)
             self._run(self._write(self._files, to, payload))
@@ -310,7 +320,7 @@ class StateCache:
     async def _write(self, files: PartFiles, to: Part, payload: Bytes) -> None:
         self._writing_bytes += to.num_bytes
         try:
-            found = await self._in_thread(files.write, to.entry, to.group, payload)
+            found = await self._in_thread(files.write, to.entry, to.group, to.first, payload)
         except OSError as e:
             log.warning("state could not be written to disk: %s", e, extra={"num_bytes": to.num_bytes})
             self.counts.num_disk_errors += 1
@@ -345,11 +355,6 @@ class StateCache:
             asyncio.get_running_loop().call_exception_handler(
                 {"message": "the prefix cache failed", "exception": error}
             )
-
-
-def _has(source: Export, group: int, entry: Entry) -> bool:
-    """Whether the export has all of the entry's bytes."""
-    return source.stop == entry.stop if group == STATE else source.start <= entry.start and entry.stop <= source.stop
 
 
 def _add(totals: dict[str, int], part: Part) -> None:

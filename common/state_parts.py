@@ -1,12 +1,12 @@
 """State of prefixes as bytes: how the groups of a cache's entries are cut out of a slot, and put back into one.
 
 A part holds the rows of one group's layers for the tokens of one entry, tensor after tensor in the layout's order: a
-segment's raw bytes. Knows slots and numpy, no engine and no event loop; the copies run in worker threads.
+segment's raw bytes. Of windows it holds the last rows alone, as many as any later token can see, or as are there. Knows
+slots and numpy, no engine and no event loop; the copies run in worker threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,16 +20,43 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
+class Export:
+    """Rows [start, stop) of one group as a slot has them: a read-only view for each tensor. STATE: that at `stop`."""
+
+    start: int
+    stop: int
+    views: tuple[memoryview, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """Layer numbers of a group, and bytes of a row of each of their tensors (of the whole tensor for STATE)."""
+    """Layer numbers of a group, and bytes of a row of each of their tensors (of the whole tensor for STATE).
+
+    `max_rows`: the last so many tokens of an entry are kept; 0: all.
+    """
 
     group: int
     layers: tuple[int, ...]
     row_bytes: tuple[int, ...]
+    max_rows: int = 0
 
-    def num_bytes(self, num_tokens: int) -> int:
-        """Of a part of so many tokens."""
-        return sum(self.row_bytes) * (1 if self.group == STATE else num_tokens)
+    def first_row(self, entry: Entry) -> int:
+        """Where a whole part begins."""
+        if self.group == STATE:
+            return entry.stop - 1
+        return entry.stop - min(entry.num_tokens, self.max_rows or entry.num_tokens)
+
+    def num_bytes(self, entry: Entry, first: int) -> int:
+        """Bytes of a part that begins with token `first`."""
+        return sum(self.row_bytes) * (entry.stop - first)
+
+    def first_in(self, source: Export, entry: Entry) -> int | None:
+        """Where the part that an export has of an entry begins; None: it has none, or only a part of all rows."""
+        first = max(self.first_row(entry), source.start)
+        if self.group == STATE:
+            return first if source.stop == entry.stop else None
+        is_there = first < entry.stop <= source.stop
+        return first if is_there and (self.group == WINDOW or first == entry.start) else None
 
 
 def group_layouts(layout: StateLayout) -> dict[int, GroupLayout]:
@@ -39,17 +66,9 @@ def group_layouts(layout: StateLayout) -> dict[int, GroupLayout]:
         layers = tuple(n for n, spec in enumerate(layout.states) if group_of(spec.kind) == group)
         if layers:
             sizes = tuple(t.row_bytes for n in layers for t in layout.states[n].tensors)
-            found[group] = GroupLayout(group, layers, sizes)
+            windows = [layout.states[n].window - 1 for n in layers] if group == WINDOW else [0]
+            found[group] = GroupLayout(group, layers, sizes, max(windows))
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """Rows [start, stop) of one group as a slot has them: a read-only view for each tensor. STATE: that at `stop`."""
-
-    start: int
-    stop: int
-    views: tuple[memoryview, ...]
 
 
 def export(slot: Slot, group: GroupLayout, start: int, stop: int) -> Export | None:
@@ -60,32 +79,29 @@ def export(slot: Slot, group: GroupLayout, start: int, stop: int) -> Export | No
     return Export(first, stop, slot.exported(first, stop, group.layers)) if first < stop else None
 
 
-def cut(source: Export, group: GroupLayout, entry: Entry) -> Bytes:
-    """The part of one entry, copied. Raises MemoryError."""
-    part = np.empty(group.num_bytes(entry.num_tokens), np.uint8)
-    first, num_rows = (0, 1) if group.group == STATE else (entry.start - source.start, entry.num_tokens)
+def cut(source: Export, group: GroupLayout, entry: Entry, first: int) -> Bytes:
+    """The part of one entry that begins with token `first`, copied. Raises MemoryError."""
+    part = np.empty(group.num_bytes(entry, first), np.uint8)
     at = 0
     for view, size in zip(source.views, group.row_bytes, strict=True):
-        rows = np.frombuffer(view, np.uint8)[first * size : (first + num_rows) * size]
+        rows = np.frombuffer(view, np.uint8)[(first - source.start) * size : (entry.stop - source.start) * size]
         np.copyto(part[at : at + rows.size], rows)
         at += rows.size
     return part
 
 
-def put(slot: Slot, group: GroupLayout, entry: Entry, part: Bytes, first: int) -> None:
-    """Write a part to a slot, but for rows before `first`. Raises RequestFailed when the slot is gone."""
-    if group.group == STATE:
-        _write(slot, group, (entry.stop - 1, entry.stop), [(0, size) for size in group.row_bytes], part)
+def put(slot: Slot, group: GroupLayout, span: tuple[int, int], part: Bytes, wanted_from: int) -> None:
+    """Write a part of tokens `span` to a slot, but for rows before `wanted_from`.
+
+    Raises:
+        RequestFailed: the slot is gone.
+    """
+    start, stop = max(span[0], wanted_from), span[1]
+    if start >= stop:
         return
-    start = max(entry.start, first)
-    skipped, num_rows = start - entry.start, entry.stop - start
-    _write(slot, group, (start, entry.stop), [(skipped * s, num_rows * s) for s in group.row_bytes], part)
-
-
-def _write(slot: Slot, group: GroupLayout, span: tuple[int, int], cuts: Sequence[tuple[int, int]], part: Bytes) -> None:
     at = 0
-    for view, (skipped, size) in zip(slot.writable(*span, group.layers), cuts, strict=True):
-        at += skipped
-        np.copyto(np.frombuffer(view, np.uint8), part[at : at + size])
-        at += size
-    slot.landed(*span, group.layers)
+    for view, size in zip(slot.writable(start, stop, group.layers), group.row_bytes, strict=True):
+        at += (start - span[0]) * size
+        np.copyto(np.frombuffer(view, np.uint8), part[at : at + len(view)])
+        at += len(view)
+    slot.landed(start, stop, group.layers)

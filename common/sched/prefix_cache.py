@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from common.layout import BLOCK_TOKENS
-from common.sched.prefix_index import ROWS, STATE, WINDOW, Entry, Found, Needs, PrefixIndex
+from common.sched.prefix_index import ROWS, STATE, WINDOW, Entry, Found, Holding, Needs, PrefixIndex
 from common.sched.prefixes import Prefixes
 from common.sched.tier import Part, Tier
 
@@ -31,7 +31,7 @@ class PrefixCache:
         self.disk = Tier({group: (disk_limits or {}).get(group, 0) for group in wanted})
         self.index = PrefixIndex(needs)
         self._entries: dict[bytes, Entry] = {}
-        self._changes: list[tuple[Entry, int]] | None = []
+        self._changes: list[tuple[Entry, Holding]] | None = []
 
     # -- finding
 
@@ -71,28 +71,36 @@ class PrefixCache:
 
     # -- keeping
 
-    def wants(self, entry: Entry, group: int) -> bool:
-        """Whether it is neither held nor on its way, and there could be room for it."""
-        key = (entry.name, group)
-        return self.memory.limits.get(group, 0) > 0 and self.memory.get(*key) is None and self._ready(*key) is None
+    def wants(self, entry: Entry, group: int, first: int = 0) -> bool:
+        """Whether it is neither held nor on its way, or held from a later token on, and there could be room for it."""
+        if not self.memory.limits.get(group, 0):
+            return False
+        tiers = (self.memory, self.disk)
+        return all(first < part.first for tier in tiers if (part := tier.get(entry.name, group)) is not None)
 
-    def reserve(self, tier: Tier, entry: Entry, group: int, num_bytes: int) -> tuple[Part | None, list[Part]]:
+    def reserve(
+        self, tier: Tier, entry: Entry, group: int, num_bytes: int, first: int = 0
+    ) -> tuple[Part | None, list[Part]]:
         """Room for a part that will be filled, or None; and the parts that went for it.
 
         Rows need those before them: nothing is kept behind a gap, nor at the price of what it goes on from.
         """
-        if tier.get(entry.name, group) is not None:
+        older = tier.get(entry.name, group)
+        if older is not None and (older.payload is None or older.first <= first):
             return None, []
         before = self._rows_before(entry) if group == ROWS else []
         if before is None:
             return None, []
-        part = Part(entry, group, num_bytes, None, num_pins=1)
+        part = Part(entry, group, num_bytes, None, first, num_pins=1)
         for where, each in before:
             where.pin(each)
         gone = tier.make_room(part)
         self.release(before)
         if gone is None:
             return None, []
+        if older is not None and older.is_held:
+            tier.remove(older)
+            gone.append(older)
         tier.add(part)
         for each in gone:
             self._refresh(each.entry)
@@ -118,15 +126,15 @@ class PrefixCache:
 
     # -- telling
 
-    def take_changes(self) -> list[tuple[Entry, int]] | None:
-        """Entries whose groups changed since the last time, with what is held of them now; None: too many to keep."""
+    def take_changes(self) -> list[tuple[Entry, Holding]] | None:
+        """Entries of which something else is held than the last time, in order; None: too many to keep."""
         changes, self._changes = self._changes, []
         return changes
 
-    def held(self) -> Iterator[tuple[Entry, int]]:
-        """Every entry and its groups."""
+    def held(self) -> Iterator[tuple[Entry, Holding]]:
+        """Every entry and what is held of it."""
         for name, entry in self._entries.items():
-            yield entry, self.index.groups(name)
+            yield entry, self.index.holding(name)
 
     def _rows_before(self, entry: Entry) -> list[tuple[Tier, Part]] | None:
         """The parts with the rows of the block before, held or on their way; None when there are none."""
@@ -136,29 +144,32 @@ class PrefixCache:
         return [(tier, p) for tier in tiers if (p := tier.get(entry.parent, ROWS)) is not None] or None
 
     def _ready(self, name: bytes, group: int) -> tuple[Tier, Part] | None:
+        """The part that can be read, memory first; where they differ the one that reaches further back."""
+        found: tuple[Tier, Part] | None = None
         for tier in (self.memory, self.disk):
             part = tier.get(name, group)
-            if part is not None and part.payload is not None:
-                return tier, part
-        return None
+            if part is not None and part.payload is not None and (found is None or part.first < found[1].first):
+                found = tier, part
+        return found
 
     def _refresh(self, entry: Entry) -> None:
-        groups = sum(group for group in self.memory.limits if self._ready(entry.name, group))
-        if self.needs.groups & ROWS and not groups & ROWS:
+        found = {group: part for group in self.memory.limits if (part := self._ready(entry.name, group)) is not None}
+        if self.needs.groups & ROWS and ROWS not in found:
             for tier in (self.memory, self.disk):
                 for group in (WINDOW, STATE):
-                    part = tier.get(entry.name, group)
-                    if part is not None and part.payload is not None:
-                        tier.remove(part)
-            groups = 0
-        if groups == self.index.groups(entry.name):
+                    useless = tier.get(entry.name, group)
+                    if useless is not None and useless.payload is not None:
+                        tier.remove(useless)
+            found = {}
+        holding = Holding(sum(found), found[WINDOW][1].first if WINDOW in found else 0)
+        if holding == self.index.holding(entry.name):
             return
-        self.index.set(entry, groups)
-        if groups:
+        self.index.set(entry, holding)
+        if found:
             self._entries[entry.name] = entry
         else:
             self._entries.pop(entry.name, None)
         if self._changes is not None:
-            self._changes.append((entry, groups))
+            self._changes.append((entry, holding))
             if len(self._changes) > MAX_CHANGES:
                 self._changes = None

@@ -8,12 +8,15 @@ blocks before, window rows as far back as the window reaches, and the state at e
     block 0      block 1      block 2    tail        prompt: | 0 | 1 | 2 | tail + uncached ...
     ROWS         ROWS WINDOW  ROWS WIN.  ROWS WIN. STATE            <- window 100 reaches into block 1
 
+Of an entry's window rows only the last may be there, as after a transfer, which brings what one point needs.
+
 Pure bookkeeping, no bytes: the caches have one over what they hold, decoded one for each prefilld's (its directory).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from common.layout import BLOCK_TOKENS, StateLayout
 from common.sched.prefixes import Prefixes
@@ -61,6 +64,16 @@ class Entry:
         return self.stop - self.num_tokens
 
 
+class Holding(NamedTuple):
+    """What is held of an entry: its groups, and the first token of its window rows if not all that matter are there."""
+
+    groups: int
+    window_first: int = 0
+
+
+NOTHING = Holding(0)
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """How much of a prompt is held.
@@ -80,28 +93,28 @@ class PrefixIndex:
 
     def __init__(self, needs: Needs) -> None:
         self.needs = needs
-        self._groups: dict[bytes, int] = {}
+        self._held: dict[bytes, Holding] = {}
         self._tails: dict[bytes, dict[int, int]] = {}  # parent -> tokens of a tail -> how many such
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self._held)
 
-    def groups(self, name: bytes) -> int:
+    def holding(self, name: bytes) -> Holding:
         """What is held under a name."""
-        return self._groups.get(name, 0)
+        return self._held.get(name, NOTHING)
 
-    def set(self, entry: Entry, groups: int) -> None:
-        """From now on exactly these groups of an entry are held; 0: nothing."""
-        if entry.num_tokens < BLOCK_TOKENS and bool(groups) != (entry.name in self._groups):
-            self._count_tail(entry, 1 if groups else -1)
-        if groups:
-            self._groups[entry.name] = groups
+    def set(self, entry: Entry, holding: Holding) -> None:
+        """From now on exactly this is held of an entry."""
+        if entry.num_tokens < BLOCK_TOKENS and bool(holding.groups) != (entry.name in self._held):
+            self._count_tail(entry, 1 if holding.groups else -1)
+        if holding.groups:
+            self._held[entry.name] = holding
         else:
-            self._groups.pop(entry.name, None)
+            self._held.pop(entry.name, None)
 
     def clear(self) -> None:
         """Nothing is held."""
-        self._groups.clear()
+        self._held.clear()
         self._tails.clear()
 
     def find(self, prompt: Prefixes, limit: int) -> Found:
@@ -122,19 +135,18 @@ class PrefixIndex:
         """For each number of blocks whose rows are all held: the first token since which window rows are, too."""
         needs_rows, since, found = self.needs.groups & ROWS, 0, [0]
         for number in range(1, num_blocks + 1):
-            groups = self._groups.get(prompt.block(number), 0)
-            if needs_rows and not groups & ROWS:
+            held = self._held.get(prompt.block(number), NOTHING)
+            if needs_rows and not held.groups & ROWS:
                 break
-            if not groups & WINDOW:
-                since = number * BLOCK_TOKENS
+            since = (held.window_first or since) if held.groups & WINDOW else number * BLOCK_TOKENS
             found.append(since)
         return found
 
     def _goes_on(self, name: bytes, position: int, window_since: int) -> bool:
-        needs = self.needs
-        held = self._groups.get(name, 0)
+        needs, held = self.needs, self._held.get(name, NOTHING)
         wanted = needs.groups if needs.window > 1 else needs.groups & ~WINDOW
-        return held & wanted == wanted and window_since <= needs.window_from(position)
+        since = held.window_first or window_since
+        return held.groups & wanted == wanted and since <= needs.window_from(position)
 
     def _count_tail(self, entry: Entry, change: int) -> None:
         tails = self._tails.setdefault(entry.parent, {})

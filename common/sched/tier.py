@@ -22,12 +22,16 @@ ATTENTION_TOKENS = 8192
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """One group of an entry in a tier; `payload` is never looked into. Who pins it is using its bytes."""
+    """One group of an entry in a tier; `payload` is never looked into. Who pins it is using its bytes.
+
+    `first`: its first token, 0 where all of the entry that matters is there.
+    """
 
     entry: Entry
     group: int
     num_bytes: int
     payload: Any = field(repr=False)
+    first: int = 0
     num_uses: int = 1
     num_pins: int = 0
     priority: float = 0.0

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from common.layout import StateLayout, StateSpec, TensorSpec
 from common.sched.prefix_cache import MAX_CHANGES, PrefixCache
-from common.sched.prefix_index import ROWS, STATE, WINDOW, Entry, Needs, PrefixIndex
+from common.sched.prefix_index import ROWS, STATE, WINDOW, Entry, Holding, Needs, PrefixIndex
 from common.sched.prefixes import Prefixes
 from common.sched.tier import Part, Tier
 
-ALL = (ROWS, WINDOW, STATE)
+NONE = Holding(0)
 NEEDS = [
     Needs(ROWS, 0),
     Needs(ROWS | WINDOW, 100),
@@ -34,18 +34,22 @@ def entry_at(prefixes: Prefixes, stop: int) -> Entry:
     return Entry(prefixes.at(stop), prefixes.block((stop - num) // 64), stop, num)
 
 
-def can_go_on(held: dict[int, int], needs: Needs, position: int) -> bool:
-    """By the definition: `held` has groups by where an entry ends."""
+def can_go_on(held: dict[int, Holding], needs: Needs, position: int) -> bool:
+    """By the definition: `held` has what is held by where an entry ends."""
     if position == 0:
         return True
     stops = [*range(64, position + 1, 64), *([position] if position % 64 else [])]
-    if needs.groups & ROWS and not all(held.get(stop, 0) & ROWS for stop in stops):
+    if needs.groups & ROWS and not all(held.get(stop, NONE).groups & ROWS for stop in stops):
         return False
-    if needs.groups & STATE and not held.get(position, 0) & STATE:
+    if needs.groups & STATE and not held.get(position, NONE).groups & STATE:
         return False
     first = max(0, position - needs.window + 1)
     reached = [stop for stop in stops if stop > first] if needs.groups & WINDOW else []
-    return all(held.get(stop, 0) & WINDOW for stop in reached)
+    mine = [held.get(stop, NONE) for stop in reached]
+    return all(
+        m.groups & WINDOW and m.window_first <= max(first, s - (s % 64 or 64))
+        for m, s in zip(mine, reached, strict=True)
+    )
 
 
 @settings(max_examples=400, deadline=None)
@@ -57,27 +61,29 @@ def test_the_longest_point_is_found(needs, num_tokens, data):
     for stop in sorted({*range(64, num_tokens + 1, 64), *(t for t in tails if t <= num_tokens)}):
         groups = needs.groups & data.draw(st.sampled_from([0, 7, 7, 7, ROWS, WINDOW | ROWS, STATE, STATE | ROWS]))
         if groups:
-            held[stop] = groups
-            index.set(entry_at(prefixes, stop), groups)
+            start = stop - (stop % 64 or 64)
+            partly = data.draw(st.integers(start + 1, stop - 1)) if stop - start > 1 and data.draw(st.booleans()) else 0
+            held[stop] = Holding(groups, partly if groups & WINDOW else 0)
+            index.set(entry_at(prefixes, stop), held[stop])
     limit = data.draw(st.integers(0, num_tokens))
     possible = [p for p in range(limit + 1) if can_go_on(held, needs, p) and (p % 64 == 0 or p in held)]
     found = index.find(prefixes, limit)
     assert found.num_tokens == max(possible)
     if needs.groups & ROWS:
-        whole = itertools.takewhile(lambda n: held.get(64 * n, 0) & ROWS, range(1, limit // 64 + 1))
+        whole = itertools.takewhile(lambda n: held.get(64 * n, NONE).groups & ROWS, range(1, limit // 64 + 1))
         assert found.num_row_tokens == 64 * len(list(whole))
     for stop in held:
-        index.set(entry_at(prefixes, stop), 0)
+        index.set(entry_at(prefixes, stop), NONE)
     assert index.find(prefixes, limit).num_tokens == 0 and len(index) == 0 and not index._tails
 
 
 def test_tails_of_others_are_not_ours():
     index = PrefixIndex(Needs(ROWS, 0))
     ours, theirs = Prefixes([*range(64), 1, 2, 3, 4]), Prefixes([*range(64), 1, 2, 9, 9])
-    index.set(entry_at(ours, 64), ROWS)
-    index.set(entry_at(theirs, 67), ROWS)
+    index.set(entry_at(ours, 64), Holding(ROWS))
+    index.set(entry_at(theirs, 67), Holding(ROWS))
     assert index.find(ours, 68).num_tokens == 64
-    index.set(entry_at(ours, 66), ROWS)
+    index.set(entry_at(ours, 66), Holding(ROWS))
     assert index.find(ours, 68).num_tokens == index.find(theirs, 66).num_tokens == 66
     assert index.find(theirs, 68).num_tokens == 67 and index.find(theirs, 65).num_tokens == 64
 
@@ -101,7 +107,7 @@ def check(cache: PrefixCache) -> None:
     for tier in (cache.memory, cache.disk):
         for group, limit in tier.limits.items():
             assert sum(p.num_bytes for p in tier if p.group == group) == tier.used[group] <= limit
-    for entry, groups in cache.held():
+    for entry, (groups, _) in cache.held():
         there = {p.group for tier in (cache.memory, cache.disk) for p in tier if p.entry == entry and p.payload}
         assert groups == sum(there) and (not cache.needs.groups & ROWS or groups & ROWS)
 
@@ -114,7 +120,7 @@ def test_limits_hold_and_what_is_found_can_be_used(needs, data):
     prompts = [prompt(data.draw(st.integers(1, 400)), seed) for seed in range(4)]
     prompts.append(prompts[0].extended(range(70)))
     pinned = []
-    told: dict[bytes, int] = {}
+    told: dict[bytes, Holding] = {}
     for _ in range(data.draw(st.integers(1, 25))):
         prefixes = data.draw(st.sampled_from(prompts))
         action = data.draw(st.sampled_from(["store", "store", "use", "release", "drop", "demote"]))
@@ -134,9 +140,9 @@ def test_limits_hold_and_what_is_found_can_be_used(needs, data):
             for part in list(cache.memory)[:3]:
                 cache.abandon(cache.memory, part)
         check(cache)
-        for entry, groups in cache.take_changes() or ():
-            told[entry.name] = groups
-    assert {name: groups for name, groups in told.items() if groups} == {e.name: groups for e, groups in cache.held()}
+        for entry, holding in cache.take_changes() or ():
+            told[entry.name] = holding
+    assert {name: held for name, held in told.items() if held.groups} == {e.name: held for e, held in cache.held()}
     cache.clear()
     check(cache)
     assert not list(cache.held())

@@ -1,0 +1,380 @@
+"""A prefix cache never changes a token: what was kept of other requests goes on exactly where it was left."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.backend import ChunkDone, ComputedSegment, PrefillTask
+from common.disk_parts import PartFiles
+from common.fake import FakeExecutor, FakeOptions
+from common.layout import ModelInfo
+from common.local_backend import LocalBackend
+from common.sched.prefix_index import ROWS, STATE, WINDOW
+from common.state_cache import StateCache
+from common.worker import WorkerOptions
+from tests.engine.families import FAMILIES
+from tests.engine.families import WINDOW as TINY_WINDOW
+
+AMPLE = {ROWS: 1 << 28, WINDOW: 1 << 28, STATE: 1 << 28}
+RECURRENT = ("KimiLinear", "Qwen3_5Text", "FalconH1", "Lfm2")
+KINDS = ("fake", "Llama", "Gemma3Text", "DeepseekV3", *RECURRENT)
+MODELS: dict[str, Any] = {}
+
+
+class Kitchen:
+    """Makes backends of one kind, with a cache or without."""
+
+    def __init__(self, kind: str, tools: Any) -> None:
+        self.kind, self._tools = kind, tools
+        self._open: list[LocalBackend] = []
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.kind in RECURRENT
+
+    async def backend(self, limits: dict[int, int] | None = None, chunk_tokens: int = 32, **more: Any) -> LocalBackend:
+        def make_cache(info: ModelInfo) -> StateCache | None:
+            return None if limits is None else StateCache(info.layout, limits, **more)
+
+        if self.kind == "fake":
+            sizes = {"num_layers": 4, "window_layers": 2, "window": TINY_WINDOW, "vocab_size": 320, "max_context": 512}
+            options = FakeOptions(0, 0, room=chunk_tokens, **sizes)
+            made = LocalBackend(lambda: FakeExecutor(options), WorkerOptions(chunk_tokens=chunk_tokens))
+        else:
+            if self.kind not in MODELS:
+                MODELS[self.kind] = (
+                    FAMILIES[self.kind].model() if self.kind != "Llama" else self._tools.tiny_model("Llama")
+                )
+            made = self._tools.tiny_backend(MODELS[self.kind], chunk_tokens)
+        made._make_cache = make_cache
+        await made.start()
+        self._open.append(made)
+        return made
+
+    async def close(self) -> None:
+        for backend in self._open:
+            await backend.close()
+
+
+@pytest.fixture
+async def make_kitchen(tools):
+    kitchens = []
+
+    def make(kind: str) -> Kitchen:
+        kitchens.append(Kitchen(kind, tools))
+        return kitchens[-1]
+
+    yield make
+    for kitchen in kitchens:
+        await kitchen.close()
+
+
+@pytest.fixture(params=KINDS)
+def kitchen(request, make_kitchen):
+    return make_kitchen(request.param)
+
+
+async def run(backend: LocalBackend, request: Any, tools: Any) -> tuple[int, list[list[int]]]:
+    """Tokens found in the cache, and the tokens of each choice; returns when the cache has taken what it keeps."""
+    generation = await backend.open(request)
+    generation.compute()
+    outputs = [output async for output in generation]
+    await kept(backend, tools)
+    return generation.num_cached_tokens, [tools.ids(outputs, choice) for choice in range(request.num_choices)]
+
+
+async def kept(backend: LocalBackend, tools: Any) -> None:
+    await tools.settled(backend)
+    await asyncio.sleep(0)
+    if backend.cache is not None:
+        await backend.cache.settle()
+
+
+def num_computed(backend: LocalBackend) -> int:
+    return backend.stats().num_prompt_tokens
+
+
+async def test_a_repeated_prompt_computes_nothing(kitchen, tools):
+    cached, plain = await kitchen.backend(AMPLE), await kitchen.backend()
+    for length in (1, 2, 63, 64, 65, 66, 127, 128, 129, 130, 200):
+        request = tools.request(tools.prompt(length), max_tokens=5)
+        _, expected = await run(plain, request, tools)
+        assert await run(cached, request, tools) == (0, expected)
+        before = num_computed(cached)
+        assert await run(cached, request, tools) == (length - 1, expected), length
+        assert num_computed(cached) == before
+    await tools.until_idle(cached, plain)
+
+
+async def test_the_next_turn_goes_on_behind_what_was_generated(kitchen, tools):
+    cached, plain = await kitchen.backend(AMPLE), await kitchen.backend()
+    for length, max_tokens in ((30, 20), (64, 64), (100, 33), (129, 70)):
+        prompt = tools.prompt(length)
+        for turn in range(4):
+            request = tools.request(prompt, max_tokens=max_tokens)
+            _, expected = await run(plain, request, tools)
+            num_cached, found = await run(cached, request, tools)
+            assert found == expected
+            assert num_cached == (
+                len(prompt) - 8 if turn else 0
+            )  # all but the last output token and the seven new ones
+            prompt = (*prompt, *found[0], *tools.prompt(7, seed=turn + 1))
+    await tools.until_idle(cached, plain)
+
+
+async def test_a_branch_is_served_from_its_second_request_on(kitchen, tools):
+    cached, plain = await kitchen.backend(AMPLE), await kitchen.backend()
+    common = tools.prompt(150)
+    found = []
+    for seed in range(4):
+        request = tools.request((*common, *tools.prompt(40, seed=seed + 1)), max_tokens=4)
+        num_cached, ids = await run(cached, request, tools)
+        assert ids == (await run(plain, request, tools))[1]
+        found.append(num_cached)
+    # Recurrent state is kept at ends alone, until a request shows that others leave the path at a block's end.
+    assert found == ([0, 0, 128, 128] if kitchen.is_recurrent else [0, 128, 128, 128])
+
+
+async def test_other_tenants_find_nothing(kitchen, tools):
+    backend = await kitchen.backend(AMPLE)
+    request = tools.request(tools.prompt(140))
+    mine = type(request)(**{name: getattr(request, name) for name in request.__slots__} | {"tenant": "a"})
+    theirs = type(request)(**{name: getattr(request, name) for name in request.__slots__} | {"tenant": "b"})
+    expected = await run(backend, mine, tools)
+    assert await run(backend, theirs, tools) == expected and expected[0] == 0
+    assert await run(backend, request, tools) == expected
+    assert (await run(backend, mine, tools))[0] == (await run(backend, theirs, tools))[0] == 139
+
+
+async def test_choices_and_their_ends_are_all_kept(kitchen, tools):
+    backend, plain = await kitchen.backend(AMPLE), await kitchen.backend()
+    prompt = tools.prompt(100)
+    request = tools.request(prompt, num_choices=3, max_tokens=30, temperature=1.0, seed=5)
+    _, choices = await run(backend, request, tools)
+    assert choices == (await run(plain, request, tools))[1] and choices[0] != choices[1]
+    for ids in choices:
+        further = tools.request((*prompt, *ids, 7, 8), max_tokens=4)
+        num_cached, found = await run(backend, further, tools)
+        assert (num_cached, found) == (129, (await run(plain, further, tools))[1])
+
+
+async def test_who_leaves_early_leaves_what_was_computed(kitchen, tools):
+    backend = await kitchen.backend(AMPLE)
+    prompt = tools.prompt(200)
+    generation = await backend.open(tools.request(prompt, max_tokens=50))
+    generation.compute()
+    ids: list[int] = []
+    async for output in generation:
+        ids.append(output.token_id)
+        if len(ids) == 20:
+            break
+    generation.cancel()
+    await kept(backend, tools)
+    further = await backend.open(tools.request((*prompt, *ids, 5, 6)))
+    assert further.num_cached_tokens >= 200 + 19 - 63
+    further.cancel()
+    job = backend.prefill(PrefillTask("r", tools.prompt(300, seed=3)))
+    async for item in job:
+        if isinstance(item, ChunkDone) and item.stop >= 160:
+            break
+    job.release()
+    await kept(backend, tools)
+    again = await backend.open(tools.request((*tools.prompt(300, seed=3), 9)))
+    assert again.num_cached_tokens >= 128
+    again.cancel()
+    await tools.until_idle(backend)
+
+
+@pytest.mark.parametrize("start", [0, 40, 64, 150, 199])
+async def test_a_prefill_sends_what_it_found_like_what_it_computes(kitchen, tools, start):
+    cached, plain = await kitchen.backend(AMPLE), await kitchen.backend()
+    tokens = tools.prompt(200)
+    for seen in (tokens[:97], tokens[:131]):
+        await kept(cached, tools)
+        await tools.transfer(cached, seen, Discard(cached))
+    await kept(cached, tools)
+    for _ in range(2):
+        job, rows = cached.prefill(PrefillTask("r", tokens, start)), {}
+        items = [item async for item in job]
+        for item in items:
+            if isinstance(item, ComputedSegment):
+                assert sum(b.nbytes for b in item.buffers) == plain.info.layout.segment_bytes(
+                    item.start, item.stop, item.layers
+                )
+                for layer in item.layers:
+                    rows.setdefault(layer, []).extend(range(item.start, item.stop))
+        required = plain.info.layout.required_segments(start, 200)
+        assert {n: sorted(found) for n, found in rows.items()} == {
+            n: list(range(*span)) for n, span in required.items()
+        }
+        assert [i.is_last for i in items if isinstance(i, ComputedSegment)][-1]
+        assert isinstance(items[-1], ChunkDone) and items[-1].stop == 200
+        job.release()
+        await kept(cached, tools)
+    assert items[-1].is_cached and [i for i in items if isinstance(i, ChunkDone)] == [items[-1]]
+
+
+class Discard:
+    """Somewhere for state to go."""
+
+    def __init__(self, backend: LocalBackend) -> None:
+        self._layout = backend.info.layout
+
+    def buffers(self, start: int, stop: int, layers: tuple[int, ...]) -> tuple[memoryview, ...]:
+        specs = [self._layout.states[n] for n in layers]
+        return tuple(
+            memoryview(bytearray((stop - start if s.is_rows else 1) * t.row_bytes)) for s in specs for t in s.tensors
+        )
+
+    def landed(self, start: int, stop: int, layers: tuple[int, ...]) -> None:
+        """Gone."""
+
+
+async def remote(decoder: LocalBackend, source: LocalBackend, request: Any, tools: Any) -> tuple[int, list[int]]:
+    """As net/ does it: only what the decoder does not hold crosses."""
+    generation = await decoder.open(request)
+    start, last = generation.num_cached_tokens, request.num_prompt_tokens - 1
+    if start < last:
+        await tools.transfer(source, request.prompt_tokens[:last], generation.sink, start)
+        generation.import_done(last)
+    else:
+        generation.compute()
+    outputs = [output async for output in generation]
+    await kept(decoder, tools)
+    await kept(source, tools)
+    return start, tools.ids(outputs)
+
+
+async def test_a_chat_over_two_daemons(kitchen, tools):
+    decoder, source, plain = [await kitchen.backend(limits) for limits in (AMPLE, AMPLE, None)]
+    prompt = tools.prompt(90)
+    for turn in range(4):
+        request = tools.request(prompt, max_tokens=25)
+        _, [expected] = await run(plain, request, tools)
+        start, ids = await remote(decoder, source, request, tools)
+        assert ids == expected
+        assert start == (len(prompt) - 31 if turn else 0)
+        prompt = (*prompt, *ids, *tools.prompt(30, seed=turn))
+    await tools.until_idle(decoder, source, plain)
+
+
+async def test_a_failed_transfer_falls_back_on_what_was_cached(kitchen, tools):
+    decoder, plain = await kitchen.backend(AMPLE), await kitchen.backend()
+    prompt = tools.prompt(230)
+    await run(decoder, tools.request(prompt[:120], max_tokens=2), tools)
+    request = tools.request(prompt, max_tokens=6)
+    generation = await decoder.open(request)
+    cached = generation.num_cached_tokens
+    assert cached >= (119 if kitchen.is_recurrent else 64)
+    sink = generation.sink
+    for layer, (first, stop) in decoder.info.layout.required_segments(cached, 229).items():
+        for view in sink.buffers(max(first, stop - 5), stop, (layer,)):
+            view[:] = b"\xff" * len(view)
+    generation.keep(cached)
+    generation.compute()
+    ids = tools.ids([output async for output in generation])
+    assert [ids] == (await run(plain, request, tools))[1]
+    await kept(decoder, tools)
+    await tools.until_idle(decoder)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_tight_limits_and_many_at_once(kitchen, tools, seed):
+    """Prompts of a tree, several at a time, in a cache for a fraction of them: tokens as without any."""
+    plain = await kitchen.backend()
+    layout, rng = plain.info.layout, random.Random(seed)
+    row = {g: sum(s.num_bytes(1) for s in layout.states if s.kind in k) for g, k in GROUP_KINDS.items()}
+    backend = await kitchen.backend({ROWS: 64 * 9 * row[ROWS], WINDOW: 64 * 4 * row[WINDOW], STATE: 3 * row[STATE]})
+    stems = [tools.prompt(n, seed=n) for n in (70, 130, 190)]
+    stems += [(*stems[1], *tools.prompt(90, seed=1)), (*stems[2], *tools.prompt(70, seed=2))]
+    requests = []
+    for _ in range(24):
+        stem = rng.choice(stems)
+        tail = tools.prompt(rng.randrange(1, 50), seed=rng.randrange(3))
+        requests.append(
+            tools.request((*stem[: rng.randrange(60, len(stem) + 1)], *tail), max_tokens=rng.randrange(1, 9))
+        )
+    expected = [(await run(plain, request, tools))[1] for request in requests]
+
+    async def some(which: range) -> None:
+        for n in which:
+            assert (await run(backend, requests[n], tools))[1] == expected[n]
+
+    await asyncio.gather(*(some(range(k, 24, 3)) for k in range(3)))
+    cache = backend.cache
+    assert cache is not None and cache.counts.num_lookups == 24
+    for group, limit in cache.books.memory.limits.items():
+        assert sum(p.num_bytes for p in cache.books.memory if p.group == group) <= limit
+        assert all(not p.num_pins for p in cache.books.memory)
+    await tools.until_idle(backend, plain)
+
+
+GROUP_KINDS = {ROWS: ("full", "latent"), WINDOW: ("window",), STATE: ("recurrent",)}
+
+
+async def test_disk_survives_a_restart_and_nothing_damaged_is_used(kitchen, tools, tmp_path: Path):
+    plain = await kitchen.backend()
+    request = tools.request(tools.prompt(200), max_tokens=20)
+    _, expected = await run(plain, request, tools)
+    disk = {"disk_limits": AMPLE, "files": PartFiles(tmp_path, "model")}
+    first = await kitchen.backend(AMPLE, **disk)
+    await run(first, request, tools)
+    await first.close()
+    files = sorted(p for p in tmp_path.rglob("*") if p.is_file())
+    assert files and all(p.stat().st_mode & 0o777 == 0o600 for p in files)
+    second = await kitchen.backend(AMPLE, **disk)
+    before = num_computed(second)
+    assert await run(second, request, tools) == (199, expected)
+    assert num_computed(second) == before and second.cache.counts.disk_read_bytes > 0
+    await second.close()
+    for number, path in enumerate(files):
+        data = bytearray(path.read_bytes())
+        data[-1 - number % 50] ^= 0x40
+        path.write_bytes(data)
+    third = await kitchen.backend(AMPLE, **disk)
+    assert await run(third, request, tools) == (0, expected)
+    assert third.cache.counts.num_damaged > 0
+    await third.close()
+    (tmp_path / "model" / "zz").mkdir()
+    (tmp_path / "model" / "zz" / "rubbish.1").write_bytes(b"not ours")
+    some = next(p for p in tmp_path.rglob("*") if p.is_file() and "rubbish" not in p.name)
+    some.write_bytes(some.read_bytes()[:40])
+    fourth = await kitchen.backend(AMPLE, **disk)
+    assert not (tmp_path / "model" / "zz" / "rubbish.1").exists() and not some.exists()
+    assert (await run(fourth, request, tools))[1] == expected
+
+
+async def test_what_memory_gives_up_goes_to_disk(make_kitchen, tools, tmp_path: Path):
+    kitchen = make_kitchen("Llama")
+    plain = await kitchen.backend()
+    row = plain.info.layout.token_bytes
+    disk = {"disk_limits": {ROWS: 64 * 30 * row}, "files": PartFiles(tmp_path, "model")}
+    backend = await kitchen.backend({ROWS: 64 * 5 * row}, **disk)
+    requests = [tools.request(tools.prompt(260, seed=seed), max_tokens=2) for seed in range(4)]
+    for request in requests:
+        await run(backend, request, tools)
+    for request in requests:
+        num_cached, ids = await run(backend, request, tools)
+        assert num_cached >= 256 and ids == (await run(plain, request, tools))[1]
+    cache = backend.cache
+    assert cache.books.memory.used[ROWS] <= 64 * 5 * row and cache.books.disk.used[ROWS] <= 64 * 30 * row
+    assert cache.clear() > 0
+    await cache.settle()
+    await asyncio.to_thread(cache._threads.submit(lambda: None).result)
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert (await run(backend, requests[0], tools))[0] == 0
+
+
+async def test_prompt_logprobs_are_always_computed(kitchen, tools):
+    if kitchen.kind == "fake":
+        pytest.skip("the fake engine's log probabilities do not depend on the state")
+    cached, plain = await kitchen.backend(AMPLE), await kitchen.backend()
+    request = tools.request(tools.prompt(100), prompt_logprobs=1, max_tokens=2)
+    for _ in range(2):
+        found, expected = await tools.local(cached, request), await tools.local(plain, request)
+        assert [e and e.token_id for e in found[0].logprobs] == [e and e.token_id for e in expected[0].logprobs]
