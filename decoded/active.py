@@ -265,6 +265,8 @@ class ActiveRequest:
         """Bytes crossed whether or not anything came of them."""
         self._dispatcher.metrics.wire_bytes.labels(peer).inc(transfer.wire_bytes)
         self._dispatcher.metrics.raw_bytes.labels(peer).inc(transfer.raw_bytes)
+        for codec, num in transfer.codecs.items():
+            self._dispatcher.metrics.segments.labels(peer, codec).inc(num)
         if transfer.pushed_bytes:
             self._dispatcher.metrics.pushed_bytes.labels(peer).inc(transfer.pushed_bytes)
             self.decisions[-1]["pushed_bytes"] = transfer.pushed_bytes

@@ -62,6 +62,12 @@ class DecodeMetrics:
         )
         self.wire_bytes = Counter("prfaas_wire_bytes_total", "Encoded state bytes received.", ["peer"], registry=r)
         self.raw_bytes = Counter("prfaas_raw_bytes_total", "Decoded state bytes received.", ["peer"], registry=r)
+        self.segments = Counter(
+            "prfaas_segments_received_total",
+            "Segments of state received, by codec: others than stream.codec were not worth encoding, or not finite.",
+            ["peer", "codec"],
+            registry=r,
+        )
         self.pushed_bytes = Counter(
             "prfaas_pushed_bytes_total",
             "Encoded state bytes of kept prefixes sent to another peer after a failure.",

@@ -244,11 +244,11 @@ class StreamHandler:
         if self._trace is not None:
             rows = {"start": segment.start, "stop": segment.stop, "layers": segment.layers}
             self._trace("segment_computed", now=segment.computed_at, request_id=stream.request.request_id, **rows)
-        self.metrics.segments.inc()
         num_bytes = sum(b.nbytes for b in segment.buffers)
         record.raw_bytes += num_bytes
         self.metrics.raw_bytes.inc(num_bytes)
-        await stream.send_segment(segment)
+        for codec in await stream.send_segment(segment):
+            self.metrics.segments.labels(codec).inc()
 
     async def _chunk_done(self, stream: ServerStream, job: PrefillJob, chunk: ChunkDone, record: StreamRecord) -> None:
         if not record.started_at:

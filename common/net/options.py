@@ -5,7 +5,7 @@ Used by pool.py (decoded), server.py (prefilld) and the services above them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -145,6 +145,8 @@ class TransferReport:
     verified_at: float
     pushed_bytes: int = 0
     pushed_raw_bytes: int = 0
+    codecs: Mapping[str, int] = field(default_factory=dict)
+    """How many segments came in each codec."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,7 @@ class RemotePrefill:
             wire_bytes=s.arrivals.wire_bytes,
             raw_bytes=s.arrivals.raw_bytes,
             codec=max(s.arrivals.codecs_used, key=CODECS.index, default="raw"),
+            codecs=dict(s.arrivals.codecs_used),
             num_tokens=s.prefill.num_tokens,
             num_segments=s.arrivals.num_landed,
             pushed_bytes=s.push.acked_bytes if s.push is not None else 0,

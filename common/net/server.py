@@ -224,18 +224,24 @@ class PrefillServer:
         self._early[link] = None
         return link
 
+    def _drop_oldest(self) -> None:
+        """Who connects in earnest is done within a round trip or two: the link that has been silent longest goes."""
+        oldest = next(iter(self._early))
+        why = f"more than {_MAX_EARLY_LINKS} connections have not finished their handshake"
+        if self.local.security.mode == "tls":
+            oldest.connection.lose(TlsFailed(why, "failed"))  # words in the clear would be taken for another mode
+            oldest.flush()
+        else:
+            oldest.fail(LinkLost(why))
+
     def _make(self, link: Link, now: float) -> Connection:
         nonce, secret = secrets.token_bytes(32), secrets.token_bytes(32)
         handshake = Handshake.server(self._config, nonce, secret, self._find_key)
         connection = Connection(self._config, handshake, now, lambda *piece: self._open_piece(link, *piece))
         host = link.address.rsplit(":", 1)[0]
         if len(self._early) > _MAX_EARLY_LINKS:
-            why = f"more than {_MAX_EARLY_LINKS} connections have not finished their handshake"
-            if self.local.security.mode == "tls":
-                connection.lose(TlsFailed(why, "failed"))  # words in the clear would be taken for another mode
-            else:
-                connection.fail(LinkLost(why))
-        elif self.local.security.mode == "none" and not is_loopback(host):
+            self._drop_oldest()
+        if self.local.security.mode == "none" and not is_loopback(host):
             connection.fail(LinkLost("this prefilld has no shared key and takes loopback connections only"))
         return connection
 

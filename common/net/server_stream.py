@@ -144,13 +144,15 @@ class ServerStream:
         self._stream.progress(num_computed)
         self._port.settle(self._stream)
 
-    async def send_segment(self, segment: ComputedSegment) -> None:
-        """Encode and queue; returns when queued. The buffers stay referenced until the peer acknowledges.
+    async def send_segment(self, segment: ComputedSegment) -> list[str]:
+        """Encode and queue; returns when queued, with the codec of each part. The buffers stay referenced until the
+        peer acknowledges.
 
         Raises:
             LocalProtocolError: the buffers do not have the size of these rows and layers.
         """
         port = self._port
+        codecs = []
         self._trace("segment_ready", start=segment.start, stop=segment.stop, layers=segment.layers)
         for part in split_segment(port.layout, segment, port.max_segment_bytes):
             self._check()
@@ -166,7 +168,9 @@ class ServerStream:
                 (part.start, part.stop), part.layers, raw_bytes, encoded, port.piece_bytes()
             )
             self._trace("segment_encoded", segment=queued)
+            codecs.append(encoded.codec)
             port.settle(self._stream)
+        return codecs
 
     async def wait_staged_below(self, num_bytes: int) -> None:
         """Until fewer raw bytes than that are unacknowledged and the peer is connected."""

@@ -7,6 +7,7 @@ decoding, not links beyond a number. Owned by ReceiveStream (incoming.py), and b
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -76,7 +77,7 @@ class Arrivals:
         self.layout, self.limits, self.sink_buffers = layout, limits, sink_buffers
         self.codecs, self.limit = codecs, 0
         self.wire_bytes = self.raw_bytes = self.landed_bytes = self.num_landed = 0
-        self.codecs_used: set[str] = set()
+        self.codecs_used: Counter[str] = Counter()
         self.segments: dict[int, InSegment] = {}
         self._coverage = Coverage(layout, *rows)
         self._whole: list[InSegment] = []
@@ -159,7 +160,7 @@ class Arrivals:
         self.num_landed += 1
         self.landed_bytes += segment.head.encoded
         self.raw_bytes += segment.head.raw
-        self.codecs_used.add(segment.head.codec)
+        self.codecs_used[segment.head.codec] += 1
         while (following := self.segments.get(len(self._chain) - 1)) is not None and following.is_landed:
             self._chain.append(extend(self._chain[-1], following.head))
 

@@ -7,8 +7,9 @@ one thread at a time; numpy, zstd and xxh3 release the GIL. Knows no stream; cal
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,15 +41,10 @@ def offered(codec: str) -> tuple[str, ...]:
     return (codec, "zstd") if codec in LOSSY else (codec,)
 
 
-def _element_runs(shape: Sequence[TensorRun]) -> list[tuple[int, int]]:
-    """(bytes, element size) of stretches of equal element size, in order: a block may cover several tensors."""
-    runs: list[tuple[int, int]] = []
-    for run in shape:
-        if runs and runs[-1][1] == run.width:
-            runs[-1] = (runs[-1][0] + run.num_bytes, run.width)
-        else:
-            runs.append((run.num_bytes, run.width))
-    return runs
+def _by_width(shape: Sequence[TensorRun]) -> Iterator[list[TensorRun]]:
+    """Stretches of tensors of one element size, in order: a block may cover several of them."""
+    for _, runs in itertools.groupby(shape, key=lambda run: run.width):
+        yield list(runs)
 
 
 class Codec:
@@ -96,8 +92,8 @@ class Codec:
             for run in shape:
                 at = self._decode_tensor(codec, encoded, at, cursor, run)
         else:
-            for run_bytes, width in _element_runs(shape):
-                at = self._lossless.decode(encoded, at, cursor, run_bytes, width)
+            for runs in _by_width(shape):
+                at = self._lossless.decode(encoded, at, cursor, runs)
         if at != len(encoded):
             raise BadMessage(f"{codec}: {len(encoded) - at} bytes behind the last block")
 
@@ -131,7 +127,7 @@ class Codec:
     def _decode_tensor(self, codec: str, data: memoryview, at: int, cursor: Cursor, run: TensorRun) -> int:
         """Decode the tensor at `at`; answers the offset behind it."""
         if not run.is_float:
-            return self._lossless.decode(data, at, cursor, run.num_bytes, run.width)
+            return self._lossless.decode(data, at, cursor, [run])
         if len(data) - at < _TENSOR.size:
             raise BadMessage(f"{codec}: the bytes end inside a tensor's header at {at}")
         is_half, how, len_codes, how_ends, len_ends = _TENSOR.unpack_from(data, at)

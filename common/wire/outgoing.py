@@ -40,7 +40,7 @@ class SendStream:
         self.stream_id, self.prefill, self.tokens = stream_id, prefill, tokens
         self.phase = step(SERVER_STREAM, Phase.IDLE, FrameType.PREFILL, f"stream {stream_id}")
         self.attach = Attach.ATTACHED
-        self.handle = b""
+        self.handle = self._last_handle = b""
         self.error: PeerError | LinkLost | None = None
         self.departures = Departures(stream_id, prefill.token_hash)
         self.departures.limit = prefill.limit
@@ -143,11 +143,18 @@ class SendStream:
         """The peer wants no more."""
         self._end(FrameType.CANCEL, error)
 
+    def is_resumed_by(self, resume: Resume) -> bool:
+        """Whether it shows the latest handle, or the one before it if that showed the one before: its answer, with the
+        latest, may have been lost with the link.
+        """
+        mine = (self.prefill.request_id, self.prefill.token_hash)
+        return resume.handle in (self.handle, self._last_handle) and mine == (resume.request_id, resume.token_hash)
+
     def on_resume(self, resume: Resume, handle: bytes) -> list[OutSegment]:
         """Go on over a new control link: repeat what was said, resend what did not land. Answers what did."""
         self._step(FrameType.RESUME)
         self.attach = SERVER_ATTACH[self.attach][FrameType.RESUME]
-        self.handle = handle
+        self.handle, self._last_handle = handle, resume.handle
         self.departures.grant(resume.limit)
         ranges = list(zip(resume.landed[::2], resume.landed[1::2], strict=False))
         landed = [no for no in self.departures.segments if any(a <= no < b for a, b in ranges)]

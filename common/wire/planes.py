@@ -22,7 +22,7 @@ from common.wire.quantise import TensorRun
 
 MAX_BLOCK_BYTES = 4 << 20
 STORED, ZSTD, COLUMNS = 0, 1, 2
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES, _MANY_BYTES = 1 << 20, 64 << 10
 _SAMPLE_BYTES = 4096
 _BLOCK = struct.Struct(">IB")
 _PLANE = struct.Struct(">BI")
@@ -62,14 +62,19 @@ class Planes:
             for begin in range(0, run.num_bytes, block_bytes):
                 yield from self._block(cursor, min(block_bytes, run.num_bytes - begin), run)
 
-    def decode(self, encoded: memoryview, at: int, cursor: Cursor, num_bytes: int, width: int) -> int:
-        """Decode the blocks at `at` that hold so many raw bytes; answers the offset behind them.
+    def decode(self, encoded: memoryview, at: int, cursor: Cursor, shape: Sequence[TensorRun]) -> int:
+        """Decode the blocks at `at` of tensors of one element size; answers the offset behind them.
 
         Raises:
-            BadMessage: they are not what the document says.
+            BadMessage: they are not what the document says; more of them than it allows would cost time, not space.
         """
-        left = num_bytes
+        left, width = sum(run.num_bytes for run in shape), shape[0].width
+        most = len(shape) + left // _MANY_BYTES
+        num_blocks = 0
         while left:
+            num_blocks += 1
+            if num_blocks > most:
+                raise BadMessage(f"zstd: more than {most} blocks for {len(shape)} tensors")
             raw_len, at = self._decode_block(encoded, at, cursor, width, left)
             left -= raw_len
         return at

@@ -265,8 +265,7 @@ class ServerSession(Session):
     def _on_resume(self, stream_id: int, stream: SendStream | None, resume: Resume) -> None:
         if stream is not None and stream.attach is Attach.ATTACHED:
             raise BadMessage(f"RESUME: stream {stream_id} has a control link")
-        proof = (resume.handle, resume.request_id, resume.token_hash)
-        if stream is None or proof != (stream.handle, stream.prefill.request_id, stream.prefill.token_hash):
+        if stream is None or not stream.is_resumed_by(resume):
             self._last_id = max(self._last_id, stream_id)
             error = StaleHandle(f"the handle of stream {stream_id} was used, has expired or is for another request")
             self._outbox.append(Out(stream_id, Refused(error.wire_code, str(error), None)))

@@ -19,7 +19,8 @@ import numpy.random  # not at first use: that draws from `secrets`
 from common.errors import EngineDead
 from common.fake import FakeExecutor, FakeOptions, FakeSlot
 from common.layout import StateLayout
-from common.local_backend import LocalBackend, LocalSource
+from common.local_backend import LocalBackend
+from common.local_outputs import LocalSource
 from common.request import SamplingParams
 from common.sched.sequence import Sequence
 from common.worker import EngineWorker, WorkerOptions
@@ -100,7 +101,7 @@ class SimWorker(EngineWorker):
     async def close(self) -> None:
         if self.is_alive:
             self._is_closing, self.is_alive = True, False
-            self._call(self._on_death, EngineDead("the engine is closed"))
+            self.call(self._on_death, EngineDead("the engine is closed"))
 
     def wake(self) -> None:
         if self.is_waiting and not self._is_closing:
@@ -118,7 +119,7 @@ class SimWorker(EngineWorker):
         if not self.is_waiting:
             self._sim.at(self._sim.now + took_s + 1e-5, self._one_turn)
 
-    def _call(self, function: Callable[[Any], None], argument: Any) -> None:
+    def call(self, function: Callable[[Any], None], argument: Any) -> None:
         self._sim.at(self._sim.now + self._sim.engine_s, function, argument)
 
 
@@ -162,8 +163,7 @@ def _expected_slot(model: Model, tokens: tuple[int, ...], num_more: int) -> tupl
 
 def source_of(model: Model, tokens: tuple[int, ...]) -> LocalSource:
     """The state of these tokens, as a decoded holds it that has them."""
-    options = WorkerOptions(chunk_tokens=model.chunk_tokens, segment_bytes=1 << 14)
-    return LocalSource(layout_of(model), _expected_slot(model, tokens, 0)[0], options)
+    return LocalSource(layout_of(model), _expected_slot(model, tokens, 0)[0], model.chunk_tokens, 1 << 14)
 
 
 def expected_tokens(model: Model, prompt: tuple[int, ...], num_output: int) -> tuple[int, ...]:

@@ -93,9 +93,6 @@ class Outcomes:
         fine |= {"PeerShed", "not asked: PeerShed"}
         if struck:
             fine |= {"not asked: LinkLost"}
-        if len(struck) > 1:
-            # A handle is good for one Resume: the answer to it may be lost as well.
-            fine |= {"StaleHandle"}
         self.world.check(outcome in fine, f"{want.name}: {outcome} after no more than {struck}")
 
     def _check_deadline(self, want: Want) -> None:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from common.local_backend import LocalGeneration, LocalPrefill
+from common.local_generation import LocalGeneration
+from common.local_prefill import LocalPrefill
 from common.net import codecs, dialer, link, pool, server
 from common.wire import departures, outgoing, serving, session
 from common.wire.connection import FAULT_CODES, Closed
@@ -53,7 +54,7 @@ class Watch:
         """Payload of pieces by request id, resends and all peers included."""
         self.completed: set[tuple[str, str]] = set()
         self.handles: set[bytes] = set()
-        self.used_handles: set[bytes] = set()
+        self.given: dict[tuple[str, str, int], list[bytes]] = {}
         self._resuming: dict[tuple[str, str, int], bytes] = {}
 
     # ---- messages
@@ -104,11 +105,19 @@ class Watch:
         world = self.world
         world.check(message.handle not in self.handles, f"stream {key}: handle {message.handle.hex()} is given twice")
         self.handles.add(message.handle)
+        given = self.given.setdefault(key, [])
         used = self._resuming.pop(key, None)
         if used is not None:
-            world.check(used not in self.used_handles, f"stream {key}: handle {used.hex()} is used twice")
-            self.used_handles.add(used)
+            world.check(
+                used in given, f"stream {key}: handle {used.hex()} is used after a newer one, or is not its own"
+            )
+            if used != given[-1]:
+                world.count("path: resumed again by the handle before")
+            del given[: given.index(used)]
             world.count("path: resume accepted")
+        else:
+            given.clear()
+        given.append(message.handle)
 
     def received(self, transport: SimTransport | None, stream_id: int, message: Message) -> None:
         """A link hands a message to its owner."""

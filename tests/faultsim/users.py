@@ -9,7 +9,7 @@ from typing import Any
 from common.errors import PdError, PeerCancelled, PeerError, TransferError
 from common.fake import FakeSlot
 from common.layout import StateLayout
-from common.local_backend import LocalSink
+from common.local_outputs import LocalSink
 from common.net.options import RemoteRequest
 from common.net.pool import PeerClient
 from common.request import Request, SamplingParams, TokenOutput

@@ -117,6 +117,32 @@ async def test_session_cut_again_and_again():
 
 
 @on_uvloop
+async def test_session_cut_while_the_answer_to_resume_is_on_its_way():
+    async with rigged(proxy=True, options=replace(FAST, lease_s=10.0)) as rig:
+        gate, lost = Gate(rig), []
+        prefill, sink = rig.ask(BIG)
+        await gate.reached.wait()
+        while not prefill.progress.accepted_at:
+            await asyncio.sleep(0.01)
+
+        def mangle(index, data):
+            if b"PF\x05\x11" in data and not lost:  # Accepted
+                lost.append(index)
+                rig.proxy.cut(index)
+                return b""
+            return data
+
+        rig.proxy.mangle = mangle
+        rig.proxy.cut()
+        await rig.state("down")
+        while not lost or rig.client.state != "ready":
+            await asyncio.sleep(0.01)
+        gate.go.set()
+        await rig.finish(prefill, sink)
+        assert len(rig.streams) == 1
+
+
+@on_uvloop
 async def test_session_cut_before_accept_asks_again():
     async with rigged(proxy=True) as rig:
         asked = asyncio.Event()
@@ -496,6 +522,22 @@ async def test_strangers_on_the_port(data):
         writer.close()
         prefill, sink = rig.ask(10)
         await rig.finish(prefill, sink)
+
+
+@on_uvloop
+async def test_crowd_that_never_speaks_keeps_nobody_out():
+    """Far longer than a handshake takes the crowd would be let sit."""
+    async with rigged(options=replace(FAST, connect_timeout_s=30.0)) as rig:
+        crowd = [await asyncio.open_connection("127.0.0.1", rig.server.port) for _ in range(300)]
+        assert len(rig.server._early) <= 129
+        other = PeerClient("late", "127.0.0.1", rig.server.port, local=end("decode", instance="late"), options=FAST)
+        await other.start()
+        async with asyncio.timeout(5):
+            while other.state != "ready":
+                await asyncio.sleep(0.01)
+        await other.close()
+        for _, writer in crowd:
+            writer.close()
 
 
 @on_uvloop

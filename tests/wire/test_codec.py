@@ -184,6 +184,27 @@ BAD = {
 }
 
 
+def test_blocks_may_cover_tensors_and_cut_them_but_not_into_crumbs():
+    shape = [TensorRun(4, 8, "bfloat16"), TensorRun(4, 4, "float16"), TensorRun(2, 2, "float32")]
+    raw = bytes(range(64 + 32 + 16))
+
+    def coded(cuts: list[int], width: int, at: int) -> bytes:
+        out = b""
+        for size in cuts:
+            some = raw[at : at + size]
+            out += block(size, width, [(0, some[p::width]) for p in range(width)])
+            at += size
+        return out
+
+    for cuts in ([96], [64, 32], [2, 94], [70, 26]):
+        out = bytearray(len(raw))
+        data = coded(cuts, 2, 0) + coded([16], 4, 96)
+        Codec().decode("zstd", memoryview(data), (memoryview(out),), shape)
+        assert out == raw
+    with pytest.raises(BadMessage, match="more than 2 blocks for 2 tensors"):
+        Codec().decode("zstd", memoryview(coded([2, 2, 92], 2, 0)), (memoryview(bytearray(112)),), shape)
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_lies_are_typed_errors(name):
     with pytest.raises(BadMessage):

@@ -298,20 +298,25 @@ def test_handle_is_bound_to_request_and_tokens(change):
     assert served.phase is Phase.CANCELLED
 
 
-def test_handle_is_good_for_one_resume():
+def test_handle_is_good_until_a_newer_one_was_shown():
     ends = Ends()
     stream = ends.request(N)
     ends.accepted(stream)
+    shown = []
+    for lost in (False, True, True, False, False):
+        ends.detach()
+        ends.attach()
+        stream_id, resume = resume_of(ends)
+        ends.server.receive(stream_id, resume, None)
+        answer = [o for o in ends.server.take_outbox() if isinstance(o.message, Accepted)]
+        if not lost:
+            ends.client.receive(stream_id, answer[0].message, 0.0)
+        shown.append(resume.handle)
+    assert shown[1] == shown[2] == shown[3] and len(set(shown)) == 3, "without the answer the old one is shown again"
     ends.detach()
     ends.attach()
     stream_id, resume = resume_of(ends)
-    ends.server.receive(stream_id, resume, None)
-    ends.talk()
-    assert stream.attach is Attach.ATTACHED
-    ends.detach()
-    ends.attach()
-    resume_of(ends)
-    ends.server.receive(stream_id, resume, None)
+    ends.server.receive(stream_id, replace(resume, handle=shown[3]), None)
     ends.talk()
     assert isinstance(stream.error, StaleHandle)
 
