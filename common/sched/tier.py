@@ -2,22 +2,21 @@
 
 Each group of an entry has its bytes, and each group its own limit. What goes is what saves the least computing per byte
 and was not used for longest: GreedyDual-Size with frequency (Cherkasova, "Improving WWW Proxies Performance with
-Greedy-Dual-Size-Frequency Caching Policy", HP Labs 1998). Rows that others build on stay as long as those do, so a
-path is given up from its end. Operations take logarithmic time. Pure; owned by PrefixCache.
+Greedy-Dual-Size-Frequency Caching Policy", HP Labs 1998), by the logarithm of the uses, since those of a chat that is
+over say little. Rows that others build on stay as long as those do, so a path is given up from its end. Operations take
+logarithmic time. Pure; owned by PrefixCache.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from common.sched.prefix_index import ROWS, STATE, Entry
-
-# At so many tokens attention takes about as long as all else, so that a token there costs twice as much as the first.
-ATTENTION_TOKENS = 8192
 
 
 @dataclass(slots=True, eq=False)
@@ -38,10 +37,9 @@ class Part:
     is_held: bool = True
 
     @property
-    def saved_tokens(self) -> float:
-        """How much computing it saves, in tokens at the beginning of a prompt."""
-        num = self.entry.stop if self.group == STATE else self.entry.num_tokens
-        return num * (1.0 + self.entry.stop / ATTENTION_TOKENS)
+    def num_saved_tokens(self) -> int:
+        """How much computing it saves: recurrent state alone all that is before it."""
+        return self.entry.stop if self.group == STATE else self.entry.num_tokens
 
 
 class Tier:
@@ -131,7 +129,7 @@ class Tier:
         return part.group == ROWS and self._num_children.get(part.entry.name, 0) > 0
 
     def _rank(self, part: Part) -> None:
-        worth = part.num_uses * part.saved_tokens / max(part.num_bytes, 1)
+        worth = (1.0 + math.log2(part.num_uses)) * part.num_saved_tokens / max(part.num_bytes, 1)
         part.priority = self._clock[part.group] + worth
         heap = self._heaps[part.group]
         heapq.heappush(heap, (part.priority, next(self._order), part))
