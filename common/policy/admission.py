@@ -238,7 +238,7 @@ class AdmissionController:
         """Why its deadline cannot be kept, as far as one can know."""
         if demand.deadline_s is None:
             return None
-        ttft_s = wait_s + ((self.forecast(demand, 0) if self.forecast is not None else None) or 0.0)
+        ttft_s = demand.waited_s + wait_s + ((self.forecast(demand, 0) if self.forecast is not None else None) or 0.0)
         if ttft_s <= demand.deadline_s:
             return None
         return Overloaded(

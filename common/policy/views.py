@@ -52,7 +52,8 @@ class Demand:
         num_rows: sequences it brings into the batch.
         service_class: "" or an unknown name is the first class.
         tenant: whose request it is; "" when nobody knows.
-        deadline_s: seconds from now within which its first token must be out; `deadline_setting` said so.
+        deadline_s: seconds from arrival within which its first token must be out; `deadline_setting` said so.
+        waited_s: seconds since it arrived.
     """
 
     request_id: str
@@ -64,3 +65,4 @@ class Demand:
     tenant: str = ""
     deadline_s: float | None = None
     deadline_setting: str = ""
+    waited_s: float = 0.0
