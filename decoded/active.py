@@ -117,6 +117,7 @@ class ActiveRequest:
             return
         dispatcher = self._dispatcher
         dispatcher.metrics.deadline_misses.labels("queue" if self.stage == "queued" else "prefill").inc()
+        dispatcher.admission.note_ttft(self.request.request_id, _now() - self.arrived_at)
         error = self._deadline.error(self.stage, dispatcher.admission.limits.retry_after_s)
         log.warning("request given up: %s", error, extra={"request_id": self.request.request_id})
         self.abort(error)
@@ -335,6 +336,8 @@ class ActiveRequest:
     def _stamp_first(self, now: float, generation: Generation) -> None:
         timing, marks, report = self.report.timing, generation.marks, self.report
         timing.ttft_s = now - self.arrived_at
+        self._deadline.cancel()
+        self._dispatcher.admission.note_ttft(self.request.request_id, timing.ttft_s)
         if report.route == "local" and marks.prefill_started_at:
             timing.queue_s += marks.prefill_started_at - self._joined_at
             timing.prefill_s = marks.prefill_ended_at - marks.prefill_started_at

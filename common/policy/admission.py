@@ -13,7 +13,7 @@ from typing import Literal
 
 from common.errors import InvalidRequest, Overloaded
 from common.policy.fair import Charge, ClassQueue, FairQueue
-from common.policy.pace import DrainPace
+from common.policy.pace import DrainPace, Errors
 from common.policy.views import Demand, ServiceClass
 from common.units import exact_size, format_size
 
@@ -72,6 +72,8 @@ class AdmissionController:
     _charges: dict[str, Charge] = field(default_factory=dict)
     _by_class: dict[str, _Running] = field(default_factory=dict)
     _mean_output: float | None = None
+    _predictions: dict[str, tuple[float, Errors]] = field(default_factory=dict)
+    _errors: dict[tuple[str, bool], Errors] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.queue = FairQueue(self.limits.classes)
@@ -93,7 +95,7 @@ class AdmissionController:
         self.queue.push(demand, self._cost(demand))
         head, passed = self._startable()
         if head is demand:
-            refusal = self._late(demand, 0.0)
+            refusal = self._late(demand, None)
         elif refusal is None:
             refusal = self._late(demand, self._wait_s(demand, before, now))
         if refusal is not None:
@@ -112,6 +114,7 @@ class AdmissionController:
             num_output_tokens: what it put out, where that counts as service.
         """
         demand = self.running.pop(request_id, None)
+        self._predictions.pop(request_id, None)
         if demand is None:
             self.queue.remove(request_id)
         else:
@@ -122,6 +125,12 @@ class AdmissionController:
                 mean = self._mean_output if self._mean_output is not None else float(num_output_tokens)
                 self._mean_output = mean + OUTPUT_WEIGHT * (num_output_tokens - mean)
         return self.pump(now)
+
+    def note_ttft(self, request_id: str, ttft_s: float) -> None:
+        """Its first token came after so long, or has not come in that time: predictions learn from it."""
+        if (found := self._predictions.pop(request_id, None)) is not None:
+            predicted_s, errors = found
+            errors.note(ttft_s - predicted_s)
 
     def pump(self, now: float = 0.0) -> list[str]:
         """Start whoever fits, in fair order; also after limits were raised."""
@@ -234,16 +243,20 @@ class AdmissionController:
         num_before = int(min(self.queue.num_tokens - demand.num_prompt_tokens, before))
         return (self.forecast(demand, num_before) or 0.0) - (self.forecast(demand, 0) or 0.0)
 
-    def _late(self, demand: Demand, wait_s: float) -> Overloaded | None:
-        """Why its deadline cannot be kept, as far as one can know."""
-        if demand.deadline_s is None:
-            return None
-        ttft_s = demand.waited_s + wait_s + ((self.forecast(demand, 0) if self.forecast is not None else None) or 0.0)
-        if ttft_s <= demand.deadline_s:
+    def _late(self, demand: Demand, wait_s: float | None) -> Overloaded | None:
+        """Why its deadline cannot be kept, as far as one can know; `wait_s` in the queue, None: it need not wait."""
+        own_s = (self.forecast(demand, 0) if self.forecast is not None else None) or 0.0
+        predicted_s = demand.waited_s + (wait_s or 0.0) + own_s
+        name = self.queue.class_of(demand.service_class).facts.name
+        errors = self._errors.setdefault((name, wait_s is not None), Errors())
+        ttft_s, wait_s = predicted_s + errors.margin_s, wait_s or 0.0
+        if demand.deadline_s is None or ttft_s <= demand.deadline_s:
+            self._predictions[demand.request_id] = predicted_s, errors
             return None
         return Overloaded(
-            f"refused by gate deadline: the first token is expected after {ttft_s:.3g} s ({wait_s:.3g} s of them in the"
-            f" queue), the deadline is {demand.deadline_s:g} s ({demand.deadline_setting}); retry later",
+            f"refused by gate deadline: the first token is expected within {ttft_s:.3g} s ({wait_s:.3g} s in the queue,"
+            f" {own_s:.3g} s for the prompt, {errors.margin_s:.3g} s since such predictions are off), the deadline is"
+            f" {demand.deadline_s:g} s ({demand.deadline_setting}); retry later",
             gate="deadline",
             value=round(ttft_s, 3),
             limit=demand.deadline_s,

@@ -1,4 +1,6 @@
-"""How fast a queue drains, measured: what its requests wait for (slots, memory, compute) need not be known. Pure."""
+"""How fast a queue drains, and how far predictions are off: both measured, so that what requests wait for (slots,
+memory, rows, compute) need not be known. Pure; used by admission.py.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ from dataclasses import dataclass
 # One start in so many is the weight of the latest; so many must have been seen.
 MEMORY = 32
 MIN_STARTS = 3
+# Weight of the latest error, and how many mean deviations to be on the safe side of it.
+ERROR_WEIGHT, MARGIN_DEVIATIONS = 1 / 16, 2.0
 
 
 @dataclass(slots=True)
@@ -45,3 +49,23 @@ class DrainPace:
         gap_s = self.seconds / self.num_starts
         late_s = max(0.0, now - self._since - gap_s) if self._since is not None else 0.0
         return (self.seconds + late_s) / self.cost * cost_before + gap_s + late_s
+
+
+@dataclass(slots=True)
+class Errors:
+    """How far predictions of one kind were off: mean, and mean deviation from that, as round-trip times are tracked
+    (Jacobson, Karels: Congestion Avoidance and Control, SIGCOMM 1988, appendix A). In seconds.
+    """
+
+    mean_s: float = 0.0
+    deviation_s: float = 0.0
+
+    def note(self, error_s: float) -> None:
+        """It took that much longer than predicted."""
+        self.deviation_s += ERROR_WEIGHT * (abs(error_s - self.mean_s) - self.deviation_s)
+        self.mean_s += ERROR_WEIGHT * (error_s - self.mean_s)
+
+    @property
+    def margin_s(self) -> float:
+        """What to add to a prediction so that few take longer."""
+        return max(0.0, self.mean_s + MARGIN_DEVIATIONS * self.deviation_s)
