@@ -13,9 +13,10 @@ from aiohttp import web
 
 from common.certificates import CertificateWatch
 from common.config import changes, read_lines, restart_problems
-from common.control import bind_http, http_routes
+from common.control import http_routes
 from common.daemon import FakePeer, Handler
 from common.errors import ConfigError, EngineDead, PdError
+from common.loading import LoadingPage
 from common.looplag import LoopLag
 from common.metrics import Metrics
 from common.net.options import LocalEnd, Security
@@ -27,7 +28,6 @@ from common.text.tokenizer import Tokenizer
 from common.wire.quantise import LOSSY
 from common.wiring import (
     RELOADABLE_SECURITY,
-    check_port,
     local_end,
     make_backend,
     make_security,
@@ -80,6 +80,7 @@ class DecodeService:
         self.peers: PeerSet
         self.dispatcher: Dispatcher
         self._fake: FakePrefilld | None = None
+        self._page = LoadingPage()
         self._runner: web.AppRunner | None = None
         self._keys: KeyRing | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -87,7 +88,7 @@ class DecodeService:
     async def start(self) -> None:
         """Load the model, connect the peers, then serve. Raises StartupError."""
         config = self.config
-        check_port(config.http.host, config.http.port, "http.port")
+        await self._page.open(config.http.host, config.http.port, "http.port", config.http.max_connections)
         log.info("loading the model", extra={"path": str(config.model.path or "fake")})
         await self.backend.start()
         self.metrics.tell_model(self.backend.info.name, self.backend.info.numerics)
@@ -140,6 +141,7 @@ class DecodeService:
                 last.push_async_callback(self.peers.close)
             if self._runner is not None:
                 last.push_async_callback(self._runner.cleanup)
+            last.push_async_callback(self._page.close)
             await self._abort_requests()
 
     async def _abort_requests(self) -> None:
@@ -246,7 +248,7 @@ class DecodeService:
         self._keys = app[KEY_RING]
         app.router.add_routes(http_routes(verbs.handlers(self)))
         self._runner = make_runner(app)
-        await bind_http(self._runner, http.host, http.port, "http.port")
+        await self._page.hand_over(self._runner)
 
     async def _watch_engine(self) -> None:
         """A dead engine ends the process; systemd starts a new one. Also keeps gauges fresh and the trace on disk."""
