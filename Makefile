@@ -18,7 +18,7 @@ ALL_MARKS := $(shell [ "$$(id -u)" = 0 ] && [ -c /dev/net/tun ] || echo 'not wan
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model models tiny-hybrid demo test test-all check bench bench-engine bench-lag bench-transport bench-codecs clean
+.PHONY: help setup model models tiny-hybrid demo test test-all check bench bench-engine bench-lag bench-overload bench-transport bench-codecs clean
 
 help: ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ bench: model ## measure throughput and latency of a pair on this machine
 
 bench-engine: models ## our engine against transformers, vLLM and llama.cpp (ARGS=--help; builds them once: 4 GB, an hour)
 	@$(BIN)/python -m benchmarks.engine $(ARGS)
+
+bench-overload: setup ## what becomes of requests when five times as many come as can be served (ARGS=--help)
+	@$(BIN)/python -m benchmarks.overload $(ARGS)
 
 bench-lag: models ## event-loop lag and ITL of running streams while a long prompt is prefilled locally
 	@$(BIN)/python -m benchmarks.engine.lag $(ARGS)

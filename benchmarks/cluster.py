@@ -43,8 +43,15 @@ def to_toml(config: dict[str, Any]) -> str:
     for section, body in config.items():
         for table in body if isinstance(body, list) else [body]:
             lines.append(f"[[{section}]]" if isinstance(body, list) else f"[{section}]")
-            lines += [f"{key} = {json.dumps(value)}" for key, value in table.items()]
+            lines += [f"{key} = {_value(value)}" for key, value in table.items()]
     return "\n".join(lines) + "\n"
+
+
+def _value(value: Any) -> str:
+    """A value as TOML; tables within a section are written inline."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_value(inner)}" for key, inner in value.items()) + "}"
+    return "[" + ", ".join(map(_value, value)) + "]" if isinstance(value, list) else json.dumps(value)
 
 
 @dataclass

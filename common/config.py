@@ -48,7 +48,9 @@ __all__ = [
 MAX_SOCKET_PATH = 107
 ONLY_IN = {
     "prefilld": frozenset({"listen", "limits", "egress"}),
-    "decoded": frozenset({"peers", "routing", "fallback", "admission", "batch", "health", "peer_policy", "codec"}),
+    "decoded": frozenset(
+        {"peers", "routing", "fallback", "admission", "slo", "batch", "health", "peer_policy", "codec"}
+    ),
 }
 """Sections by which a file that was given to the wrong daemon is known."""
 MAX_STATE_BYTES = 4 * GIB

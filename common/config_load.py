@@ -122,7 +122,7 @@ def _message(detail: ErrorDetails, loc: Loc, root: type[BaseModel]) -> str:
     elif not text:
         text = detail["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)
     unit = unit_of(field) if field is not None else None
-    if unit in (Unit.SIZE, Unit.DURATION) and isinstance(value, int | float):
+    if unit in (Unit.SIZE, Unit.DURATION) and isinstance(value, int | float) and not isinstance(value, bool):
         limit = next(iter(detail.get("ctx", {}).values()), None)
         if isinstance(limit, int | float):
             text = re.sub(r"[0-9.]+$", toml_value(limit, unit), text)

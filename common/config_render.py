@@ -77,10 +77,10 @@ def toml_value(value: Any, unit: Unit | None = None) -> str:
         return '""'
     if unit is Unit.SIZE:
         return f'"{exact_size(value)}"'
-    if unit is Unit.DURATION:
-        return f'"{exact_duration(value)}"'
     if unit is Unit.RATE:
         return f'"{exact_rate(value)}"'
+    if unit is Unit.DURATION:
+        return f'"{exact_duration(value)}"'
     if unit is Unit.THRESHOLD and math.isinf(value):
         return '"inf"'
     if isinstance(value, bool):

@@ -82,6 +82,11 @@ def _threshold(value: object) -> int | float:
     raise ValueError('must be a whole number of tokens >= 0, or "inf" (nothing goes remote)')
 
 
+def _bound(value: object) -> float:
+    """A duration, or math.inf for "inf" (TOML's own inf too)."""
+    return math.inf if value == "inf" or value == math.inf else parse_duration(value)  # type: ignore[arg-type]
+
+
 def _path(value: object, info: ValidationInfo) -> Path | None:
     """A path; relative ones are taken from the configuration file's directory; "" is none."""
     if value is None or value == "":
@@ -103,6 +108,8 @@ def _as_tuple(value: object) -> object:
 
 Size = Annotated[int, BeforeValidator(parse_size), Unit.SIZE]
 Duration = Annotated[float, BeforeValidator(parse_duration), Unit.DURATION]
+Bound = Annotated[float, BeforeValidator(_bound), Unit.DURATION]
+"""A duration that may be "inf": no bound."""
 Rate = Annotated[float, BeforeValidator(parse_rate), Unit.RATE]
 Threshold = Annotated[int | float, BeforeValidator(_threshold), Unit.THRESHOLD]
 FilePath = Annotated[Path | None, BeforeValidator(_path), Unit.PATH]

@@ -39,7 +39,8 @@ class Request:
     """What a client asked for: one prompt, `num_choices` samples of it.
 
     `prompt_logprobs` asks for the log probability of every prompt token (echo with logprobs). `forced_route` comes from
-    X-Prfaas-Route and is only set when the configuration allows it. `deadline_s` is a duration from arrival.
+    X-Prfaas-Route and is only set when the configuration allows it. `deadline_s`, a duration from arrival, is for the
+    first token. `priority` follows from `service_class` ("": the first one).
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class Request:
     deadline_s: float | None = None
     priority: int = 0
     tenant: str = ""
+    service_class: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:

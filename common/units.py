@@ -109,7 +109,9 @@ def exact_size(num_bytes: int) -> str:
 
 
 def exact_duration(seconds: float) -> str:
-    """The shortest exact way to write a duration: 0.25 is "250ms", 120.0 is "2min"."""
+    """The shortest exact way to write a duration: 0.25 is "250ms", 120.0 is "2min", math.inf is "inf"."""
+    if not math.isfinite(seconds):
+        return f"{seconds:g}"
     value = Decimal(repr(seconds))
     for unit in ("d", "h", "min", "s", "ms", "us"):
         count = value / _DURATIONS[unit]

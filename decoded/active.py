@@ -9,13 +9,12 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from common.backend import Generation
 from common.errors import (
-    Draining,
     NoPeer,
-    Overloaded,
     PdError,
     PeerCancelled,
     PeerError,
@@ -26,7 +25,10 @@ from common.errors import (
 from common.net.options import TransferReport
 from common.net.pool import PeerClient
 from common.policy.routing import RouteDecision
+from common.policy.views import Demand
 from common.request import PromptLogprobs, Request, RequestReport, TokenOutput
+from decoded.choicetimes import ChoiceTimes
+from decoded.deadline import Deadline
 from decoded.remote import RemoteAttempt, record_transfer, start_remote
 
 if TYPE_CHECKING:
@@ -40,12 +42,14 @@ _ASK_AGAIN = (StaleHandle, RequestDamaged)
 class ActiveRequest:
     """One request in flight. Iterate it once; `cancel` may come at any time from the event loop."""
 
-    def __init__(self, dispatcher: Dispatcher, request: Request, arrived_at: float, *, is_queued: bool) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, request: Request, demand: Demand, arrived_at: float, *, is_queued: bool
+    ) -> None:
         self.request, self.arrived_at = request, arrived_at
         self.report = RequestReport(request.request_id, num_prompt_tokens=request.num_prompt_tokens)
         self.decisions: list[dict[str, Any]] = []
         self.stage = "queued" if is_queued else "admitted"
-        self.num_output_tokens = 0
+        self._times = ChoiceTimes()
         self._dispatcher = dispatcher
         self._admitted = asyncio.Event()
         if not is_queued:
@@ -60,8 +64,17 @@ class ActiveRequest:
         self._failure: PdError | None = None
         self._is_closed = False
         self._joined_at = 0.0
-        self._last_output_at: dict[int, float] = {}
         self._finish_reasons: dict[int, str] = {}
+        self._deadline = Deadline(demand, arrived_at, self._pass_deadline)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Over all choices."""
+        return self._times.num_tokens
+
+    def queue_s(self, now: float) -> float:
+        """Seconds it waited, or has waited, for admission."""
+        return now - self.arrived_at if self.stage == "queued" else self.report.timing.queue_s
 
     @property
     def shown_stage(self) -> str:
@@ -98,6 +111,17 @@ class ActiveRequest:
         self._failure = error
         self._stop()
 
+    def _pass_deadline(self) -> None:
+        """Nobody wants an answer any more: end it, unless the first token is out."""
+        if self._is_cancelled or self.num_output_tokens:
+            return
+        dispatcher = self._dispatcher
+        dispatcher.metrics.deadline_misses.labels("queue" if self.stage == "queued" else "prefill").inc()
+        dispatcher.admission.note_ttft(self.request.request_id, _now() - self.arrived_at)
+        error = self._deadline.error(self.stage, dispatcher.admission.limits.retry_after_s)
+        log.warning("request given up: %s", error, extra={"request_id": self.request.request_id})
+        self.abort(error)
+
     def __aiter__(self) -> AsyncIterator[TokenOutput | PromptLogprobs]:
         return self._outputs()
 
@@ -114,7 +138,7 @@ class ActiveRequest:
             outcome = "cancelled"
             raise
         except PdError as e:
-            outcome = "shed" if isinstance(e, Overloaded | Draining) else "error"
+            outcome = "shed" if self._dispatcher.count_shed(e) else "error"
             self.report.outcome = f"{outcome}: {e}"
             raise
         except Exception as e:
@@ -139,9 +163,10 @@ class ActiveRequest:
 
     async def _wait_admitted(self) -> bool:
         await self._admitted.wait()
-        self.report.timing.queue_s = _now() - self.arrived_at
+        queue_s = self.report.timing.queue_s = _now() - self.arrived_at
         if self._is_cancelled:
             return False
+        self._dispatcher.metrics.queue_s.labels(self.request.service_class).observe(queue_s)
         self.stage = "routing"
         return True
 
@@ -208,7 +233,7 @@ class ActiveRequest:
             self._attempt = start_remote(
                 client,
                 generation,
-                self.request,
+                self._deadline.from_now(self.request, sent_at),
                 start=self._kept_tokens,
                 pushes=pushes,
                 now=sent_at,
@@ -287,7 +312,6 @@ class ActiveRequest:
         extra = {"request_id": self.request.request_id, "reason": decision.reason, "num_tokens": num_tokens}
         if wait_s > 0:
             limit = self._dispatcher.fallback.tokens_per_s
-            self._dispatcher.metrics.shed.labels("fallback").inc()
             log.warning("no peer and the fallback budget is spent, answering 503", extra=extra)
             raise NoPeer(
                 f"no prefill peer is usable ({decision.reason}) and the local fallback budget "
@@ -302,20 +326,20 @@ class ActiveRequest:
     def _stamp(self, output: TokenOutput, generation: Generation) -> None:
         now = _now()
         self._dispatcher.last_output_at = now
-        self.num_output_tokens += 1
         self._dispatcher.metrics.output_tokens.inc()
         if output.finish_reason is not None:
             self._finish_reasons[output.choice] = output.finish_reason
-        last = self._last_output_at.get(output.choice)
-        self._last_output_at[output.choice] = now
-        if last is not None:
-            self._dispatcher.metrics.itl.observe(now - last)
+        gap_s = self._times.note(output.choice, now)
+        if gap_s is not None:
+            self._dispatcher.metrics.itl.observe(gap_s)
         elif self.num_output_tokens == 1:
             self._stamp_first(now, generation)
 
     def _stamp_first(self, now: float, generation: Generation) -> None:
         timing, marks, report = self.report.timing, generation.marks, self.report
         timing.ttft_s = now - self.arrived_at
+        self._deadline.cancel()
+        self._dispatcher.admission.note_ttft(self.request.request_id, timing.ttft_s)
         if report.route == "local" and marks.prefill_started_at:
             timing.queue_s += marks.prefill_started_at - self._joined_at
             timing.prefill_s = marks.prefill_ended_at - marks.prefill_started_at
@@ -329,6 +353,8 @@ class ActiveRequest:
         if self._is_closed:
             return
         self._is_closed = True
+        self._deadline.cancel()
+        self._count_slo(outcome)
         self.stage = "finished"
         self.report.outcome = self.report.outcome or outcome
         metrics, route = self._dispatcher.metrics, self.report.route
@@ -342,6 +368,7 @@ class ActiveRequest:
             "route": route,
             "peer": self.report.peer,
             "reason": self.report.reason,
+            "class": self.request.service_class,
             "outcome": outcome,
             "why": self.report.outcome.partition(": ")[2],
             "num_prompt_tokens": self.request.num_prompt_tokens,
@@ -355,6 +382,15 @@ class ActiveRequest:
         level, text = (logging.WARNING, "request failed") if outcome == "error" else (logging.INFO, "request done")
         log.log(level, text, extra={key: value for key, value in facts.items() if value or key.startswith("num_")})
         self._dispatcher.forget(self)
+
+    def _count_slo(self, outcome: str) -> None:
+        if outcome == "cancelled":
+            return
+        ttft_s = self.report.timing.ttft_s if outcome == "ok" else inf
+        tpot_s = self._times.tpot_s if outcome == "ok" else inf
+        for target, is_met in self._dispatcher.settings.slo.judge(ttft_s, tpot_s).items():
+            result = "met" if is_met else "missed"
+            self._dispatcher.metrics.slo.labels(self.request.service_class, target, result).inc()
 
 
 def _now() -> float:

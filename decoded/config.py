@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator
 
-from common.config import MAX_CONNECTIONS_WHY, MAX_STATE_BYTES, NAME, SharedConfig, check_bind, read_lines, unreadable
+from common.config import MAX_CONNECTIONS_WHY, NAME, SharedConfig, check_bind, read_lines, unreadable
 from common.config_types import Array, Duration, FilePath, Problem, Section, Size, Threshold, When, key, required
+from common.errors import ConfigError
 from common.hosts import is_certificate_name, is_loopback
 from common.units import GIB, KIB, MIB
+from decoded.api.contract import read_api_key
+from decoded.config_admission import AdmissionConfig, SloConfig
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -50,7 +54,8 @@ class HttpConfig(Section):
     port: int = key(8000, "TCP port; 0 takes a free one.", ge=0, le=65535)
     api_key_file: FilePath = key(
         None,
-        'File with one API key per line, not readable by others; "" asks for no key, allowed only on loopback. With'
+        'File with one API key per line, not readable by others; "" asks for no key, allowed only on loopback. The name'
+        " of a priority class may stand after a key, with a space between: its requests are of that class. With"
         " keys every route but /livez and /readyz wants one. The file is read again by reload: a key that is new in it"
         " works from then on, one that is gone gets 401; requests in flight end as they would have.",
     )
@@ -129,18 +134,6 @@ class FallbackConfig(Section):
     attempts: int = key(2, "Peers tried for one request before it falls back.", ge=1, le=16)
 
 
-class AdmissionConfig(Section):
-    """Past these a request is refused with 429 or 503 and a time to come back. Changes by reload."""
-
-    max_running_requests: int = key(32, "Requests admitted at the same time.", ge=1, le=65536)
-    max_queued_requests: int = key(128, "Requests waiting to be admitted.", ge=0, le=1 << 20)
-    max_queued_tokens: int = key(400_000, "Prompt tokens waiting to be admitted.", ge=0)
-    max_state_bytes: Size = key(
-        MAX_STATE_BYTES, "State memory of all admitted requests; each counts prompt plus its output limit.", ge=1 * MIB
-    )
-    retry_after: Duration = key(1.0, "What Retry-After tells a refused client, rounded up to seconds.", ge=0, le=3600)
-
-
 class BatchConfig(Section):
     """The running batch."""
 
@@ -204,12 +197,14 @@ class DecodeConfig(SharedConfig):
     fallback: FallbackConfig = FallbackConfig()
     admission: AdmissionConfig = AdmissionConfig()
     batch: BatchConfig = BatchConfig()
+    slo: SloConfig = SloConfig()
     health: HealthConfig = HealthConfig()
     codec: CodecConfig = CodecConfig()
     peer_policy: PeerPolicyConfig = PeerPolicyConfig()
 
     def check(self) -> Iterator[Problem]:
         yield from super().check()
+        yield from self.admission.check()
         yield from check_bind("http.host", self.http.host, self.http.api_key_file is not None, "http.api_key_file")
         if self.http.max_total_body_bytes < self.http.max_body_bytes:
             yield Problem(
@@ -241,4 +236,13 @@ class DecodeConfig(SharedConfig):
     def check_environment(self, when: When) -> Iterator[Problem]:
         yield from super().check_environment(when)
         if self.http.api_key_file is not None:
-            yield from unreadable("http.api_key_file", read_lines, self.http.api_key_file)
+            yield from unreadable("http.api_key_file", self._read_api_keys, self.http.api_key_file)
+
+    def _read_api_keys(self, path: Path) -> None:
+        """Raises ConfigError: unreadable, or a class that there is not."""
+        known = [c.name for c in self.admission.classes]
+        for number, line in enumerate(read_lines(path), 1):
+            name = read_api_key(line)[1]
+            if name and name not in known:
+                classes = ", ".join(known) or "none"
+                raise ConfigError(f"{path}: class {name[:80]!r} of key {number}; admission.classes: {classes}")

@@ -11,7 +11,8 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from common.backend import Backend, BackendStats
@@ -20,14 +21,16 @@ from common.errors import Draining, InvalidRequest, Overloaded, PdError
 from common.hosts import is_loopback
 from common.layout import ModelInfo
 from common.net.pool import PeerClient
-from common.policy.admission import AdmissionController
+from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.costs import LocalRates
 from common.policy.fallback import FallbackBudget
 from common.policy.push import LOOPBACK_BPS, PushMode, PushPlan, plan_push
 from common.policy.routing import Mode, RouteDecision, decide
+from common.policy.slo import SloTargets
 from common.policy.views import Demand, PeerView, RequestView
 from common.request import Request, RequestReport
 from decoded.active import ActiveRequest
+from decoded.demands import classify, demand_of
 from decoded.metrics import DecodeMetrics
 
 log = logging.getLogger(__name__)
@@ -46,6 +49,8 @@ class DispatchSettings:
     progress_timeout_s: float
     stall_s: float
     push: PushMode = "auto"
+    deadline_s: float = inf
+    slo: SloTargets = field(default_factory=SloTargets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +92,10 @@ class Dispatcher:
         self._counted = BackendStats()
         self._idle = asyncio.Event()
         self._idle.set()
+        admission.forecast = self._forecast_s
         metrics.running.set_function(lambda: len(admission.running))
-        metrics.queued.set_function(lambda: len(admission.queue))
+        metrics.watch_queue(self._queue_lengths)
+        self.set_limits(admission.limits)
         metrics.queued_tokens.set_function(lambda: admission.num_queued_tokens)
         metrics.threshold.set_function(lambda: self.settings.threshold_tokens)
         metrics.max_state_bytes.set_function(lambda: admission.limits.max_state_bytes)
@@ -108,45 +115,72 @@ class Dispatcher:
             InvalidRequest: it can never fit.
         """
         try:
-            is_queued = self._admit(request)
+            self.check_open()
+            if request.request_id in self.active:
+                raise InvalidRequest(f"request id {request.request_id!r} is in flight already", "X-Request-Id")
+            request, setting = classify(request, self.admission.queue, self.settings.deadline_s)
+            state_bytes, now = self.backend.state_bytes(request.state_tokens, request.num_choices), time.monotonic()
+            demand = demand_of(request, state_bytes, setting, now - arrived_at)
+            is_queued = self.admission.offer(demand, now) == "queued"
         except PdError as e:
             self.count_refused(e)
             if isinstance(e, Overloaded):
                 log.warning("request shed", extra={"request_id": request.request_id, "gate": e.gate, "why": str(e)})
             raise
-        active = ActiveRequest(self, request, arrived_at, is_queued=is_queued)
+        active = ActiveRequest(self, request, demand, arrived_at, is_queued=is_queued)
         self.active[request.request_id] = active
         self._idle.clear()
+        self.start_admitted()
         return active
 
-    def count_refused(self, error: PdError) -> None:
-        """Count a request that ends before it was admitted, here or in the API."""
-        gate = error.gate if isinstance(error, Overloaded) else "draining" if isinstance(error, Draining) else None
-        outcome = "shed" if gate else "invalid" if isinstance(error, InvalidRequest) else "error"
-        if gate:
-            self.metrics.shed.labels(gate).inc()
-        self.metrics.requests.labels("none", outcome).inc()
-
-    def _admit(self, request: Request) -> bool:
-        """True when the request is queued, False when it may run at once."""
+    def check_open(self) -> None:
+        """Raises Draining when nothing new is taken."""
         if self.is_stopping:
             raise Draining("this server is stopping and takes no new requests; send them elsewhere")
         if self.is_draining:
             raise Draining("this server is draining and takes no new requests (decodectl resume takes work again)")
-        if request.request_id in self.active:
-            raise InvalidRequest(f"request id {request.request_id!r} is in flight already", "X-Request-Id")
-        demand = Demand(
-            request.request_id,
-            request.num_prompt_tokens,
-            self.backend.state_bytes(request.state_tokens, request.num_choices),
-        )
-        return self.admission.offer(demand) == "queued"
+
+    def count_refused(self, error: PdError) -> None:
+        """Count a request that ends before it was admitted, here or in the API."""
+        outcome = "shed" if self.count_shed(error) else "invalid" if isinstance(error, InvalidRequest) else "error"
+        self.metrics.requests.labels("none", outcome).inc()
+
+    def count_shed(self, error: PdError) -> bool:
+        """Whether it is a gate that says so, which is then counted."""
+        if not isinstance(error, Overloaded | Draining):
+            return False
+        self.metrics.shed.labels(error.gate if isinstance(error, Overloaded) else "draining").inc()
+        return True
+
+    def _forecast_s(self, demand: Demand, num_before: int) -> float | None:
+        """Seconds from being admitted to the first token, behind so many other prompt tokens; None: nobody knows."""
+        num_tokens, settings = demand.num_prompt_tokens, self.settings
+        is_long = settings.mode == "threshold" and num_tokens - 1 > settings.threshold_tokens
+        if is_long or settings.mode == "remote-only":
+            loads = [p.load for p in self.peers() if p.state == "ready" and p.load.get("prefill_tokens_per_s")]
+            if loads:
+                num_before += num_tokens
+                return min((x.get("num_queued_tokens", 0) + num_before) / x["prefill_tokens_per_s"] for x in loads)
+        stats = self.backend.stats()
+        rates = LocalRates(stats.alone_tokens_per_s, stats.mixed_tokens_per_s)
+        computing = sum(a.request.num_prompt_tokens for a in self.active.values() if a.stage == "prefill local")
+        return rates.prefill_s(computing + num_before + num_tokens, stats.num_rows)
+
+    def set_limits(self, limits: AdmissionLimits) -> None:
+        """Take over limits and classes (also by reload); who fits now runs."""
+        self.admission.set_limits(limits)
+        for name in self.admission.queue.classes:
+            self.metrics.show_class(name)
+        self.start_admitted()
+
+    def _queue_lengths(self) -> dict[str, int]:
+        return {name: queue.tenants.num_requests for name, queue in self.admission.queue.classes.items()}
 
     def forget(self, active: ActiveRequest) -> None:
         """A request ended: free its admission, start who waited, keep its record for `explain`."""
         request_id = active.request.request_id
         self.active.pop(request_id, None)
-        for started in self.admission.release(request_id):
+        for started in self.admission.release(request_id, time.monotonic(), active.num_output_tokens):
             self.active[started].admit()
         self.records[request_id] = RequestRecord(active.decisions, active.report, active.num_output_tokens)
         while len(self.records) > _KEPT_RECORDS:
@@ -160,8 +194,8 @@ class Dispatcher:
             active.abort(Draining(why))
 
     def start_admitted(self) -> None:
-        """Let those run who fit now (after the limits were raised)."""
-        for request_id in self.admission.pump():
+        """Let those run who fit now."""
+        for request_id in self.admission.pump(time.monotonic()):
             self.active[request_id].admit()
 
     async def wait_idle(self) -> None:

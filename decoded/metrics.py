@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from common.policy.routing import FALLBACK_REASONS, REASONS
+from common.policy.slo import TARGETS
 
 _TTFT_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300)
 _SECONDS_BUCKETS = (*_TTFT_BUCKETS, 600, 1200)
 OUTCOMES = ("ok", "cancelled", "shed", "invalid", "error")
-GATES = ("queued_requests", "queued_tokens", "fallback", "draining", "body_bytes", "bulk_bodies")
+GATES = (
+    *("queued_requests", "tenant_requests", "queued_tokens", "large_prompt", "deadline"),
+    *("fallback", "draining", "body_bytes", "bulk_bodies"),
+)
+DEADLINE_STAGES = ("queue", "prefill")
 _ITL_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+
+class _QueueLengths(Collector):
+    """A gauge per class, as long as there is such a class."""
+
+    def __init__(self, lengths: Callable[[], Mapping[str, int]]) -> None:
+        self._lengths = lengths
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(
+            "prfaas_queued_requests", "Requests waiting for admission, by class.", labels=["class"]
+        )
+        for name, num in self._lengths().items():
+            family.add_metric([name], num)
+        yield family
 
 
 class DecodeMetrics:
     """All of decoded's counters, gauges and histograms on one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        r = registry
-        self.requests = Counter(
-            "prfaas_requests_total",
-            "Finished requests; one sample is one prompt, one outcome (ok, cancelled, shed, invalid, error). One that"
-            " was refused before its prompts were known (invalid, or shed by a gate for bodies) is one sample.",
-            ["route", "outcome"],
-            registry=r,
-        )
-        self.shed = Counter(
-            "prfaas_shed_total", "Requests refused by a gate of admission or fallback.", ["gate"], registry=r
-        )
+        r = self._registry = registry
         self.offload_failures = Counter(
             "prfaas_offload_failures_total",
             "Remote prefills that did not deliver, by peer and error.",
@@ -74,10 +88,52 @@ class DecodeMetrics:
             ["peer"],
             registry=r,
         )
+        self._make_outcomes(r)
         self._make_histograms(r)
         self._make_engine_counters(r)
         self._make_gauges(r)
         self._show_known_labels()
+
+    def watch_queue(self, lengths: Callable[[], Mapping[str, int]]) -> None:
+        """Show how many requests of each class wait, as `lengths` says whenever somebody looks."""
+        self._registry.register(_QueueLengths(lengths))
+
+    def show_class(self, name: str) -> None:
+        """A label value that is not there yet would hide its first event from rate()."""
+        self.queue_s.labels(name)
+        for target in TARGETS:
+            for result in ("met", "missed"):
+                self.slo.labels(name, target, result)
+
+    def _make_outcomes(self, r: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "prfaas_requests_total",
+            "Finished requests; one sample is one prompt, one outcome (ok, cancelled, shed, invalid, error). One that"
+            " was refused before its prompts were known (invalid, or shed by a gate for bodies) is one sample.",
+            ["route", "outcome"],
+            registry=r,
+        )
+        self.shed = Counter(
+            "prfaas_shed_total",
+            "Requests refused by a gate, or given up by one after they were let in; exactly one sample each.",
+            ["gate"],
+            registry=r,
+        )
+        self.deadline_misses = Counter(
+            "prfaas_deadline_misses_total",
+            "Requests ended since their deadline passed before their first token: in the queue, or while their prompt"
+            " was computed or about to be. They are in prfaas_shed_total too.",
+            ["stage"],
+            registry=r,
+        )
+        self.slo = Counter(
+            "prfaas_slo_requests_total",
+            "Requests that were let in and have ended, by whether they met slo.ttft, slo.tpot, and all of them: the"
+            " rate of (all, met) is goodput. One that failed or was given up missed all; one whose client left is not"
+            " counted.",
+            ["class", "target", "result"],
+            registry=r,
+        )
 
     def _make_histograms(self, r: CollectorRegistry) -> None:
         self.ttft = Histogram(
@@ -91,6 +147,13 @@ class DecodeMetrics:
             "prfaas_itl_seconds",
             "Seconds between two output tokens of one choice; one sample is one gap.",
             buckets=_ITL_BUCKETS,
+            registry=r,
+        )
+        self.queue_s = Histogram(
+            "prfaas_queue_seconds",
+            "Seconds from arrival to admission; one sample is one request that was admitted.",
+            ["class"],
+            buckets=(0.01, *_TTFT_BUCKETS),
             registry=r,
         )
         self.failed_remote = Histogram(
@@ -140,12 +203,13 @@ class DecodeMetrics:
                 self.routes.labels(route, reason)
             for outcome in OUTCOMES:
                 self.requests.labels(route, outcome)
+        for stage in DEADLINE_STAGES:
+            self.deadline_misses.labels(stage)
         for outcome in ("shed", "invalid", "error"):
             self.requests.labels("none", outcome)
 
     def _make_gauges(self, r: CollectorRegistry) -> None:
         self.running = Gauge("prfaas_running_requests", "Requests admitted and not finished.", registry=r)
-        self.queued = Gauge("prfaas_queued_requests", "Requests waiting for admission.", registry=r)
         self.queued_tokens = Gauge("prfaas_queued_prompt_tokens", "Prompt tokens of queued requests.", registry=r)
         self.state_bytes = Gauge(
             "prfaas_state_bytes", "State memory held by the engine, by kind.", ["kind"], registry=r

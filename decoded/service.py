@@ -13,20 +13,21 @@ from aiohttp import web
 
 from common.certificates import CertificateWatch
 from common.config import changes, read_lines, restart_problems
-from common.control import bind_http, http_routes
+from common.control import http_routes
 from common.daemon import FakePeer, Handler
 from common.errors import ConfigError, EngineDead, PdError
+from common.loading import LoadingPage
 from common.looplag import LoopLag
 from common.metrics import Metrics
 from common.net.options import LocalEnd, Security
 from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.fallback import FallbackBudget
+from common.policy.slo import SloTargets
 from common.release import version
 from common.text.tokenizer import Tokenizer
 from common.wire.quantise import LOSSY
 from common.wiring import (
     RELOADABLE_SECURITY,
-    check_port,
     local_end,
     make_backend,
     make_security,
@@ -46,7 +47,7 @@ from decoded.peers import PeerSet
 
 log = logging.getLogger(__name__)
 _RELOADABLE = (
-    *("peers", "routing", "fallback", "admission", "health", "log.level", "log.format", "drain"),
+    *("peers", "routing", "fallback", "admission", "slo", "health", "log.level", "log.format", "drain"),
     *RELOADABLE_SECURITY,
 )
 _WARM_UP_S = 5.0
@@ -79,6 +80,7 @@ class DecodeService:
         self.peers: PeerSet
         self.dispatcher: Dispatcher
         self._fake: FakePrefilld | None = None
+        self._page = LoadingPage()
         self._runner: web.AppRunner | None = None
         self._keys: KeyRing | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -86,7 +88,7 @@ class DecodeService:
     async def start(self) -> None:
         """Load the model, connect the peers, then serve. Raises StartupError."""
         config = self.config
-        check_port(config.http.host, config.http.port, "http.port")
+        await self._page.open(config.http.host, config.http.port, "http.port", config.http.max_connections)
         log.info("loading the model", extra={"path": str(config.model.path or "fake")})
         await self.backend.start()
         self.metrics.tell_model(self.backend.info.name, self.backend.info.numerics)
@@ -139,6 +141,7 @@ class DecodeService:
                 last.push_async_callback(self.peers.close)
             if self._runner is not None:
                 last.push_async_callback(self._runner.cleanup)
+            last.push_async_callback(self._page.close)
             await self._abort_requests()
 
     async def _abort_requests(self) -> None:
@@ -162,10 +165,9 @@ class DecodeService:
         if was_set != float(self.config.routing.threshold_tokens):
             changed.append(f"routing.threshold_tokens: {was_set:g} of `decodectl threshold` no longer holds")
         self.config = config
-        self.dispatcher.admission.limits = _limits(config)
         self.dispatcher.fallback.set_rate(config.fallback.local_prefill_tokens_per_s, config.fallback.burst_tokens)
         self.dispatcher.settings = _settings(config)
-        self.dispatcher.start_admitted()
+        self.dispatcher.set_limits(_limits(config))
         if self._fake is None:
             await self.peers.update(config.peers)
         return changed
@@ -174,10 +176,11 @@ class DecodeService:
         """Take over what the file holds now; says how many are new and gone, never which."""
         if self._keys is None or config.http.api_key_file is None:
             return []
-        num_added, num_removed = self._keys.replace(read_lines(config.http.api_key_file))
-        if not num_added and not num_removed:
+        num_added, num_removed, num_moved = self._keys.replace(read_lines(config.http.api_key_file))
+        if not num_added and not num_removed and not num_moved:
             return []
-        return [f"http.api_key_file: {num_added} key{'s' * (num_added != 1)} added, {num_removed} removed"]
+        moved = f", {num_moved} of another class" if num_moved else ""
+        return [f"http.api_key_file: {num_added} key{'s' * (num_added != 1)} added, {num_removed} removed{moved}"]
 
     def is_healthy(self) -> bool:
         """False when the engine is dead, or work waits and makes no progress."""
@@ -245,7 +248,7 @@ class DecodeService:
         self._keys = app[KEY_RING]
         app.router.add_routes(http_routes(verbs.handlers(self)))
         self._runner = make_runner(app)
-        await bind_http(self._runner, http.host, http.port, "http.port")
+        await self._page.hand_over(self._runner)
 
     async def _watch_engine(self) -> None:
         """A dead engine ends the process; systemd starts a new one. Also keeps gauges fresh and the trace on disk."""
@@ -274,6 +277,10 @@ def _limits(config: DecodeConfig) -> AdmissionLimits:
         admission.max_queued_tokens,
         admission.max_state_bytes,
         retry_after_s=admission.retry_after,
+        max_rows=config.batch.max_batch,
+        large_prompt_tokens=admission.large_prompt_tokens,
+        large_queue_share=admission.large_queue_share,
+        classes=admission.service_classes,
     )
 
 
@@ -285,4 +292,6 @@ def _settings(config: DecodeConfig) -> DispatchSettings:
         progress_timeout_s=config.stream.progress_timeout,
         stall_s=config.health.stall,
         push=config.routing.push,
+        deadline_s=config.admission.deadline,
+        slo=SloTargets(config.slo.ttft, config.slo.tpot),
     )

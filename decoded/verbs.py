@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 import time
+from collections import Counter
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +16,7 @@ from common.release import version
 from common.request import RequestReport
 from common.wiring import security_status
 from decoded.active import ActiveRequest
+from decoded.dispatch import Dispatcher
 
 _MAX_THRESHOLD = 10**9
 LINK_BENCH_TIMEOUT_S = 60.0
@@ -158,6 +160,7 @@ def status_facts(service: DecodeService) -> dict[str, Any]:
         "num_peers": len(service.peers),
         "num_running": len(dispatcher.admission.running),
         "num_queued": len(dispatcher.admission.queue),
+        "classes": class_facts(dispatcher),
         "num_queued_tokens": dispatcher.admission.num_queued_tokens,
         "admitted_state_bytes": dispatcher.admission.state_bytes,
         "state_bytes": dict(stats.state_bytes),
@@ -172,6 +175,29 @@ def status_facts(service: DecodeService) -> dict[str, Any]:
     }
 
 
+def class_facts(dispatcher: Dispatcher) -> list[dict[str, Any]]:
+    """A line for each priority class, higher ones first."""
+    queues = sorted(dispatcher.admission.queue.classes.values(), key=lambda q: -q.facts.priority)
+    running = Counter(d.service_class for d in dispatcher.admission.running.values())
+    waits: dict[str, float] = {}
+    now = time.monotonic()
+    for active in dispatcher.active.values():
+        if active.stage == "queued":
+            name = active.request.service_class
+            waits[name] = max(waits.get(name, 0.0), active.queue_s(now))
+    return [
+        {
+            "class": q.facts.name,
+            "priority": q.facts.priority,
+            "share": q.facts.share,
+            "num_running": running[q.facts.name],
+            "num_queued": q.tenants.num_requests,
+            "longest_wait_s": round(waits.get(q.facts.name, 0.0), 3),
+        }
+        for q in queues
+    ]
+
+
 def request_facts(active: ActiveRequest, now: float) -> dict[str, Any]:
     """One line of `decodectl requests`."""
     report = active.report
@@ -180,8 +206,11 @@ def request_facts(active: ActiveRequest, now: float) -> dict[str, Any]:
         "stage": active.shown_stage,
         "route": report.route,
         "peer": report.peer,
+        "class": active.request.service_class,
+        "tenant": active.request.tenant[:8],
         "num_prompt_tokens": report.num_prompt_tokens,
         "num_output_tokens": active.num_output_tokens,
+        "wait_s": round(active.queue_s(now), 3),
         "age_s": round(now - active.arrived_at, 3),
     }
 

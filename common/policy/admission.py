@@ -1,22 +1,41 @@
-"""Who may enter now, who waits, who is shed: caps on running and queued requests, queued prompt tokens, state memory.
+"""Who may enter now, who waits, who is shed: gates on requests, prompt tokens, size, state memory and deadlines.
 
-One controller per node. It only counts; the daemon acts on what it returns. Both daemons use it.
+One controller per node; fair.py says in which order those who wait are served. It only counts; the daemon acts on what
+it returns. Both daemons use it.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import ceil, inf
 from typing import Literal
 
 from common.errors import InvalidRequest, Overloaded
-from common.policy.views import Demand
+from common.policy.fair import Charge, ClassQueue, FairQueue
+from common.policy.pace import DrainPace, Errors
+from common.policy.views import Demand, ServiceClass
 from common.units import exact_size, format_size
+
+Forecast = Callable[[Demand, int], float | None]
+"""Seconds from being admitted to the first token, behind so many other prompt tokens; None: nobody knows."""
+
+# A tenant may queue at most so many times the room that it leaves (Choudhury, Hahne: Dynamic queue length thresholds
+# for shared-memory packet switches, IEEE/ACM ToN 1998): one alone gets 8/9 of the queue, a newcomer always finds room.
+TENANT_SHARE = 8
+# Weight of the latest request in the mean of what requests put out.
+OUTPUT_WEIGHT = 1 / 32
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """The caps. `section` is the configuration section that errors name."""
+    """The caps. `section` is the configuration section that errors name.
+
+    Attributes:
+        max_rows: sequences in one decode step; classes leave the guaranteed part of them to lower ones. 0: no matter.
+        large_prompt_tokens: longer prompts are large: refused when more than `large_queue_share` of the queue is full.
+        classes: priority classes; none is one class.
+    """
 
     max_running_requests: int
     max_queued_requests: int
@@ -24,27 +43,168 @@ class AdmissionLimits:
     max_state_bytes: int
     retry_after_s: float = 1.0
     section: str = "admission"
+    max_rows: int = 0
+    large_prompt_tokens: float = inf
+    large_queue_share: float = 1.0
+    classes: tuple[ServiceClass, ...] = ()
+
+
+@dataclass(slots=True)
+class _Running:
+    """What one class has running."""
+
+    num_requests: int = 0
+    num_rows: int = 0
 
 
 @dataclass(slots=True)
 class AdmissionController:
-    """FIFO admission. `offer` answers "running", "queued" or raises Overloaded; `release` frees and returns who may
-    start now. A demand is known by its request id.
+    """`offer` answers "running", "queued" or raises Overloaded; `release` frees and returns who may start now. A demand
+    is known by its request id. Requests do not wait for running ones of lower classes: those are preempted.
     """
 
     limits: AdmissionLimits
+    forecast: Forecast | None = None
     running: dict[str, Demand] = field(default_factory=dict)
-    queue: deque[Demand] = field(default_factory=deque)
-    num_queued_tokens: int = 0
     state_bytes: int = 0
+    queue: FairQueue = field(init=False)
+    pace: DrainPace = field(default_factory=DrainPace)
+    _charges: dict[str, Charge] = field(default_factory=dict)
+    _by_class: dict[str, _Running] = field(default_factory=dict)
+    _mean_output: float | None = None
+    _predictions: dict[str, tuple[float, Errors]] = field(default_factory=dict)
+    _errors: dict[tuple[str, bool], Errors] = field(default_factory=dict)
 
-    def offer(self, demand: Demand) -> Literal["running", "queued"]:
+    def __post_init__(self) -> None:
+        self.queue = FairQueue(self.limits.classes)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of queued requests."""
+        return self.queue.num_tokens
+
+    def offer(self, demand: Demand, now: float = 0.0) -> Literal["running", "queued"]:
         """Take a new request in.
 
         Raises:
             InvalidRequest: it can never fit the state memory.
-            Overloaded: a cap is reached; names gate, value, limit and setting.
+            Overloaded: a cap is reached, or its deadline cannot be kept; names gate, value, limit and setting.
         """
+        self._check_memory(demand)
+        before, refusal = self.queue.cost_before(demand), self._full(demand)
+        self.queue.push(demand, self._cost(demand))
+        head, passed = self._startable()
+        if head is demand:
+            refusal = self._late(demand, None)
+        elif refusal is None:
+            refusal = self._late(demand, self._wait_s(demand, before, now))
+        if refusal is not None:
+            self.queue.remove(demand.request_id)
+            raise refusal
+        if head is demand:
+            self._start(passed)
+            return "running"
+        self.pace.begin(now)
+        return "queued"
+
+    def release(self, request_id: str, now: float = 0.0, num_output_tokens: int | None = None) -> list[str]:
+        """The request ended or left the queue. Returns the ids of queued requests that run from now on.
+
+        Args:
+            num_output_tokens: what it put out, where that counts as service.
+        """
+        demand = self.running.pop(request_id, None)
+        self._predictions.pop(request_id, None)
+        if demand is None:
+            self.queue.remove(request_id)
+        else:
+            self._count(demand, -1)
+            charge = self._charges.pop(request_id)
+            if num_output_tokens is not None:
+                self.queue.settle(charge, demand.num_prompt_tokens + num_output_tokens)
+                mean = self._mean_output if self._mean_output is not None else float(num_output_tokens)
+                self._mean_output = mean + OUTPUT_WEIGHT * (num_output_tokens - mean)
+        return self.pump(now)
+
+    def note_ttft(self, request_id: str, ttft_s: float) -> None:
+        """Its first token came after so long, or has not come in that time: predictions learn from it."""
+        if (found := self._predictions.pop(request_id, None)) is not None:
+            predicted_s, errors = found
+            errors.note(ttft_s - predicted_s)
+
+    def pump(self, now: float = 0.0) -> list[str]:
+        """Start whoever fits, in fair order; also after limits were raised."""
+        started = []
+        while True:
+            head, passed = self._startable()
+            if head is None:
+                break
+            self.pace.note(self._start(passed).cost, now)
+            started.append(head.request_id)
+        if not self.queue:
+            self.pace.end()
+        return started
+
+    def set_limits(self, limits: AdmissionLimits) -> None:
+        """Take over new limits (reload); what waits and runs stays. `pump` afterwards."""
+        self.limits = limits
+        self.queue.reclassify(limits.classes)
+        self._by_class, self.state_bytes = {}, 0
+        for demand in self.running.values():
+            self._count(demand, 1)
+
+    # -- who runs
+
+    def _startable(self) -> tuple[Demand | None, set[str]]:
+        """Who may start now, if anybody, and the classes that must wait although it would be their turn."""
+        passed: set[str] = set()
+        while (demand := self.queue.head(passed)) is not None:
+            # Alone it may always run: limits that shrank while it waited must not block the queue for ever.
+            if self.running and self.state_bytes + demand.state_bytes > self.limits.max_state_bytes:
+                break  # nobody overtakes it, or a large one would never find room
+            queue = self.queue.class_of(demand.service_class)
+            if self._has_slot(queue, demand):
+                return demand, passed
+            passed.add(queue.facts.name)
+        return None, passed
+
+    def _has_slot(self, queue: ClassQueue, demand: Demand) -> bool:
+        """Running requests of lower classes take no slot from it, but keep their guaranteed rows of the batch."""
+        num, lower_rows = 0, 0
+        for other in self.queue.classes.values():
+            theirs = self._running(other)
+            if other.facts.priority >= queue.facts.priority:
+                num += theirs.num_requests
+            elif other.tenants.num_requests or theirs.num_requests:
+                lower_rows += max(1, int(other.facts.share * self.limits.max_rows))
+        own_rows = self._running(queue).num_rows
+        keeps_rows = not lower_rows or not own_rows or own_rows + demand.num_rows + lower_rows <= self.limits.max_rows
+        return num < self.limits.max_running_requests and (keeps_rows or not self.limits.max_rows)
+
+    def _start(self, passed: set[str]) -> Charge:
+        charge = self.queue.pop(passed)
+        demand = charge.demand
+        self.running[demand.request_id], self._charges[demand.request_id] = demand, charge
+        self._count(demand, 1)
+        return charge
+
+    def _count(self, demand: Demand, num: int) -> None:
+        self.state_bytes += num * demand.state_bytes
+        running = self._running(self.queue.class_of(demand.service_class))
+        running.num_requests += num
+        running.num_rows += num * demand.num_rows
+
+    def _running(self, queue: ClassQueue) -> _Running:
+        return self._by_class.setdefault(queue.facts.name, _Running())
+
+    # -- gates
+
+    def _cost(self, demand: Demand) -> float:
+        """Tokens of service it is expected to take."""
+        most = demand.max_output_tokens
+        return demand.num_prompt_tokens + (most if self._mean_output is None else min(most, self._mean_output))
+
+    def _check_memory(self, demand: Demand) -> None:
         limits = self.limits
         if demand.state_bytes > limits.max_state_bytes:
             raise InvalidRequest(
@@ -53,62 +213,62 @@ class AdmissionController:
                 "max_tokens",
                 "state_exceeds_memory",
             )
-        if not self.queue and self._fits(demand):
-            self._start(demand)
-            return "running"
-        self._check_queue(demand)
-        self.queue.append(demand)
-        self.num_queued_tokens += demand.num_prompt_tokens
-        return "queued"
 
-    def release(self, request_id: str) -> list[str]:
-        """The request ended or left the queue. Returns the ids of queued requests that run from now on."""
-        demand = self.running.pop(request_id, None)
-        if demand is not None:
-            self.state_bytes -= demand.state_bytes
-        else:
-            self._drop_queued(request_id)
-        return self.pump()
-
-    def pump(self) -> list[str]:
-        """Start whoever fits, in order of arrival (also after the limits were raised)."""
-        started = []
-        while self.queue and self._fits(self.queue[0]):
-            demand = self.queue.popleft()
-            self.num_queued_tokens -= demand.num_prompt_tokens
-            self._start(demand)
-            started.append(demand.request_id)
-        return started
-
-    def _fits(self, demand: Demand) -> bool:
-        # Alone it may always run: limits that shrank while it waited must not block the queue for ever.
-        has_room = not self.running or self.state_bytes + demand.state_bytes <= self.limits.max_state_bytes
-        return len(self.running) < self.limits.max_running_requests and has_room
-
-    def _start(self, demand: Demand) -> None:
-        self.running[demand.request_id] = demand
-        self.state_bytes += demand.state_bytes
-
-    def _drop_queued(self, request_id: str) -> None:
-        for demand in self.queue:
-            if demand.request_id == request_id:
-                self.queue.remove(demand)
-                self.num_queued_tokens -= demand.num_prompt_tokens
-                return
-
-    def _check_queue(self, demand: Demand) -> None:
-        limits = self.limits
-        tokens = self.num_queued_tokens + demand.num_prompt_tokens
-        if len(self.queue) >= limits.max_queued_requests:
-            self._shed("queued_requests", len(self.queue), limits.max_queued_requests, "max_queued_requests")
+    def _full(self, demand: Demand) -> Overloaded | None:
+        """Why it cannot be queued. Room that other classes are sure of is not given away."""
+        limits, queue = self.limits, self.queue.class_of(demand.service_class)
+        open_share = 1.0 - sum(q.facts.share for q in self.queue.classes.values() if q is not queue)
+        num, room = queue.tenants.num_requests, _part(open_share, limits.max_queued_requests)
+        if num >= room or len(self.queue) >= limits.max_queued_requests:
+            return self._shed("queued_requests", num, room, "max_queued_requests", queue)
+        num_own = queue.tenants.num_of(demand.tenant)
+        if demand.tenant and num_own >= (most := TENANT_SHARE * (room - num)):
+            return self._shed("tenant_requests", num_own, most, "max_queued_requests", queue)
+        tokens, max_tokens = queue.num_tokens + demand.num_prompt_tokens, _part(open_share, limits.max_queued_tokens)
         # An empty queue takes any prompt that fits in memory, or a long one could never be served.
-        if self.queue and tokens > limits.max_queued_tokens:
-            self._shed("queued_tokens", tokens, limits.max_queued_tokens, "max_queued_tokens")
+        if num and tokens > max_tokens:
+            return self._shed("queued_tokens", tokens, max_tokens, "max_queued_tokens", queue)
+        is_full = num > limits.large_queue_share * room or queue.num_tokens > limits.large_queue_share * max_tokens
+        if is_full and demand.num_prompt_tokens > limits.large_prompt_tokens:
+            size, most_tokens = demand.num_prompt_tokens, limits.large_prompt_tokens
+            return self._shed("large_prompt", size, most_tokens, "large_prompt_tokens", queue)
+        return None
 
-    def _shed(self, gate: str, value: int, limit: int, key: str) -> None:
+    def _wait_s(self, demand: Demand, before: float, now: float) -> float:
+        """Seconds in the queue behind so much service."""
+        wait_s = self.pace.wait_s(before, now)
+        if wait_s is not None or self.forecast is None:
+            return wait_s or 0.0
+        # Nothing has left the queue yet: the prompts before it must be computed at least.
+        num_before = int(min(self.queue.num_tokens - demand.num_prompt_tokens, before))
+        return (self.forecast(demand, num_before) or 0.0) - (self.forecast(demand, 0) or 0.0)
+
+    def _late(self, demand: Demand, wait_s: float | None) -> Overloaded | None:
+        """Why its deadline cannot be kept, as far as one can know; `wait_s` in the queue, None: it need not wait."""
+        own_s = (self.forecast(demand, 0) if self.forecast is not None else None) or 0.0
+        predicted_s = demand.waited_s + (wait_s or 0.0) + own_s
+        name = self.queue.class_of(demand.service_class).facts.name
+        errors = self._errors.setdefault((name, wait_s is not None), Errors())
+        ttft_s, wait_s = predicted_s + errors.margin_s, wait_s or 0.0
+        if demand.deadline_s is None or ttft_s <= demand.deadline_s:
+            self._predictions[demand.request_id] = predicted_s, errors
+            return None
+        return Overloaded(
+            f"refused by gate deadline: the first token is expected within {ttft_s:.3g} s ({wait_s:.3g} s in the queue,"
+            f" {own_s:.3g} s for the prompt, {errors.margin_s:.3g} s since such predictions are off), the deadline is"
+            f" {demand.deadline_s:g} s ({demand.deadline_setting}); retry later",
+            gate="deadline",
+            value=round(ttft_s, 3),
+            limit=demand.deadline_s,
+            setting=demand.deadline_setting,
+            retry_after_s=max(self.limits.retry_after_s, min(wait_s, ttft_s - demand.deadline_s)),
+        )
+
+    def _shed(self, gate: str, value: int, limit: float, key: str, queue: ClassQueue) -> Overloaded:
         setting = f"{self.limits.section}.{key}"
-        raise Overloaded(
-            f"refused by gate {gate}: {value} against a limit of {limit} ({setting}); retry later",
+        of_class = f" of class {queue.facts.name}" if len(self.queue.classes) > 1 else ""
+        return Overloaded(
+            f"refused by gate {gate}: {value} against a limit of {limit:g}{of_class} ({setting}); retry later",
             gate=gate,
             value=value,
             limit=limit,
@@ -116,3 +276,8 @@ class AdmissionController:
             retry_after_s=self.limits.retry_after_s,
             status=429,
         )
+
+
+def _part(share: float, limit: int) -> int:
+    """A share of a limit, rounded up but for the error of the share."""
+    return ceil(round(share * limit, 6))

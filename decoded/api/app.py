@@ -19,7 +19,7 @@ from common.control import name_server
 from common.errors import Draining, PdError
 from common.http_server import GUARD, Guard, GuardedRunner
 from common.text.tokenizer import Tokenizer
-from decoded.api.auth import REQUEST_ID, TENANT, KeyRing, read_request_id
+from decoded.api.auth import KEY_CLASS, REQUEST_ID, TENANT, KeyRing, read_request_id
 from decoded.api.bulk import Preparer
 from decoded.api.contract import ApiSettings, Dispatcher
 from decoded.api.errors import RequestRefused, error_body, error_headers, http_status
@@ -192,7 +192,7 @@ def _identify(keys: KeyRing) -> Any:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in OPEN_PATHS:
-            request[TENANT] = keys.tenant(request.headers.get("Authorization"))
+            request[TENANT], request[KEY_CLASS] = keys.identify(request.headers.get("Authorization"))
             request[REQUEST_ID] = read_request_id(request.headers.get("X-Request-Id"))
         _refuse_encodings(request)
         return await handler(request)

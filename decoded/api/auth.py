@@ -14,9 +14,12 @@ from collections.abc import Iterable
 
 from aiohttp import web
 
+from decoded.api.contract import read_api_key
 from decoded.api.errors import RequestRefused
 
 TENANT = web.RequestKey("tenant", str)
+KEY_CLASS = web.RequestKey("key_class", str)
+"""The priority class that the API key is bound to, or ""."""
 REQUEST_ID = web.RequestKey("request_id", str)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
 
@@ -24,34 +27,37 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
 class KeyRing:
     """The accepted API keys. Without any, everybody is let in as the tenant ""."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests: frozenset[bytes] = frozenset()
-        self.replace(keys)
+    def __init__(self, lines: Iterable[str]) -> None:
+        self._classes: dict[bytes, str] = {}
+        self.replace(lines)
 
-    def replace(self, keys: Iterable[str]) -> tuple[int, int]:
-        """Accept these from now on; answers how many are new and how many are gone."""
-        before, self._digests = self._digests, frozenset(_digest(key.encode()) for key in keys)
-        return len(self._digests - before), len(before - self._digests)
+    def replace(self, lines: Iterable[str]) -> tuple[int, int, int]:
+        """Accept the keys of these lines (read_api_key) from now on; how many are new, gone, and of another class."""
+        before, self._classes = self._classes, {_digest(k.encode()): c for k, c in map(read_api_key, lines)}
+        both = before.keys() & self._classes.keys()
+        num_moved = sum(before[digest] != self._classes[digest] for digest in both)
+        return len(self._classes) - len(both), len(before) - len(both), num_moved
 
-    def tenant(self, authorization: str | None) -> str:
-        """The tenant of an Authorization header.
+    def identify(self, authorization: str | None) -> tuple[str, str]:
+        """The tenant of an Authorization header, and the priority class its key is bound to ("": to none).
 
         Raises:
             RequestRefused: with 401 when keys are set and the header has none of them.
         """
-        if not self._digests:
-            return ""
+        if not self._classes:
+            return "", ""
         scheme, _, key = (authorization or "").partition(" ")
         digest = _digest(key.strip().encode("utf-8", "surrogateescape"))
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all, whichever matches
-        if scheme.lower() != "bearer" or not any(matches):
+        # All, whichever matches.
+        matches = [name for known, name in self._classes.items() if hmac.compare_digest(digest, known)]
+        if scheme.lower() != "bearer" or not matches:
             raise RequestRefused(
                 "This server needs an API key: send the header 'Authorization: Bearer KEY'.",
                 None,
                 "invalid_api_key",
                 401,
             )
-        return hashlib.sha256(b"prfaas tenant" + digest).hexdigest()[:32]
+        return hashlib.sha256(b"prfaas tenant" + digest).hexdigest()[:32], matches[0]
 
 
 def read_request_id(header: str | None) -> str:

@@ -19,10 +19,10 @@ from common.request import PromptLogprobs, Request, RequestReport, TokenOutput
 class ApiSettings:
     """What the operator can set about the API.
 
-    `api_keys` empty means no authentication. `max_prompts` bounds prompts x choices of one HTTP request.
-    `bulk_body_bytes` is the body size from which parsing and tokenising leave this process; `max_total_body_bytes`
-    bounds all bodies in memory together, `body_stall_s` the wait for the next byte of one. `warning`, when there is
-    one, is a header of every answer.
+    `api_keys` are lines as read_api_key takes them; none means no authentication. `max_prompts` bounds prompts x
+    choices of one HTTP request. `bulk_body_bytes` is the body size from which parsing and tokenising leave this
+    process; `max_total_body_bytes` bounds all bodies in memory together, `body_stall_s` the wait for the next byte of
+    one. `warning`, when there is one, is a header of every answer.
     """
 
     default_max_tokens: int = 2048
@@ -38,6 +38,12 @@ class ApiSettings:
     body_timeout_s: float = 120.0
     body_stall_s: float = 20.0
     warning: str = ""
+
+
+def read_api_key(line: str) -> tuple[str, str]:
+    """Key and class ("" for none) of a line of http.api_key_file: "KEY" or "KEY CLASS"."""
+    key, _, service_class = line.strip().partition(" ")
+    return key, service_class.strip()
 
 
 class ActiveRequest(Protocol):

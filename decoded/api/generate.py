@@ -6,6 +6,7 @@ Measures nothing but the instant of arrival; the dispatcher stamps the rest. Cal
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from aiohttp import web
 
 from common.request import Request, Route
 from common.text.tokenizer import Tokenizer
-from decoded.api.auth import REQUEST_ID, TENANT, read_request_id
+from decoded.api.auth import KEY_CLASS, REQUEST_ID, TENANT, read_request_id
 from decoded.api.bulk import Preparer
 from decoded.api.chat import ChatShape
 from decoded.api.completions import CompletionShape
@@ -29,6 +30,8 @@ from decoded.api.stream import ClientWatch, EventStream
 SUBMITTED = web.RequestKey("submitted", bool)
 """Set once the dispatcher has the prompts: from then on it counts what becomes of them."""
 _MAX_INLINE_ENTRIES = 256
+MIN_DEADLINE_S, MAX_DEADLINE_S = 0.001, 86400.0
+_NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{0,12})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class Asked:
     request_id: str
     arrived_at: float
     tenant: str
+    service_class: str
+    deadline_s: float | None
     forced_route: Route | None
     wants_timing: bool
 
@@ -122,6 +127,8 @@ class Generator:
             request_id=request[REQUEST_ID],
             arrived_at=arrived_at,
             tenant=request[TENANT],
+            service_class=_service_class(request.headers.get("X-Prfaas-Class"), request[KEY_CLASS]),
+            deadline_s=_deadline_s(request.headers.get("X-Prfaas-Deadline")),
             forced_route=self._forced_route(request.headers.get("X-Prfaas-Route")),
             wants_timing=_switch("X-Prfaas-Timing", request.headers.get("X-Prfaas-Timing")),
         )
@@ -156,7 +163,9 @@ class Generator:
                 num_choices=params.num_choices,
                 prompt_logprobs=params.logprobs if params.echo else None,
                 forced_route=asked.forced_route,
+                deadline_s=asked.deadline_s,
                 tenant=asked.tenant,
+                service_class=asked.service_class,
             )
             for number, prompt in enumerate(prepared.prompts)
         ]
@@ -172,6 +181,31 @@ class Generator:
                 earlier.cancel()
             raise
         return active
+
+
+def _service_class(value: str | None, key_class: str) -> str:
+    """The class that the header names, or that of the API key, which no header overrides; "" where neither says."""
+    if value and key_class and value != key_class:
+        raise RequestRefused(
+            f"X-Prfaas-Class is {value[:80]!r}; the requests of this API key are of class {key_class!r}.",
+            "X-Prfaas-Class",
+            "class_not_allowed",
+            403,
+        )
+    return key_class or value or ""
+
+
+def _deadline_s(value: str | None) -> float | None:
+    if value is None:
+        return None
+    if _NUMBER.fullmatch(value) and MIN_DEADLINE_S <= (seconds := float(value)) <= MAX_DEADLINE_S:
+        return seconds
+    raise RequestRefused(
+        f"X-Prfaas-Deadline is {value[:80]!r}; it must be a number of seconds from {MIN_DEADLINE_S:g} to"
+        f" {MAX_DEADLINE_S:g}.",
+        "X-Prfaas-Deadline",
+        "invalid_value",
+    )
 
 
 def _switch(name: str, value: str | None) -> bool:

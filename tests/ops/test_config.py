@@ -235,6 +235,40 @@ def test_api_keys_one_per_line(tmp_path: Path) -> None:
         cfg.read_lines(path)
 
 
+def test_classes_have_names_of_their_own_and_shares_that_can_be_guaranteed(tmp_path: Path) -> None:
+    def classes(*facts: tuple[str, int, float]) -> str:
+        table = "[[admission.classes]]\nname = {!r}\npriority = {}\nshare = {}\n"
+        return "[engine]\nbackend = 'fake'\n" + "".join(table.format(*one) for one in facts)
+
+    def problems(text: str) -> str:
+        with pytest.raises(ConfigError) as e:
+            cfg.parse_text(text, DecodeConfig, base=tmp_path)
+        return "; ".join(e.value.problems)
+
+    good = cfg.parse_text(classes(("a", 5, 0.7), ("b", 0, 0.3)), DecodeConfig)
+    assert [c.share for c in good.admission.service_classes] == [0.7, 0.3]
+    assert "'a' is used twice" in problems(classes(("a", 5, 0.2), ("a", 0, 0.2)))
+    assert "the shares add up to 1.1; at most 1" in problems(classes(("a", 5, 0.8), ("b", 0, 0.3)))
+    assert "share" in problems(classes(("a", 5, 0.0)))
+    assert "17 classes; at most 16" in problems(classes(*((f"c{n}", n, 0.01) for n in range(17))))
+    keys = tmp_path / "keys"
+    keys.write_text("sk-one a\nsk-two\nsk-three gold\n")
+    keys.chmod(0o600)
+    http = f"[http]\napi_key_file = '{keys}'\n"
+    text = problems(http + classes(("a", 5, 0.7), ("b", 0, 0.3)))
+    assert "class 'gold' of key 3; admission.classes: a, b" in text and "sk-" not in text
+
+
+def test_bounds_may_be_inf() -> None:
+    text = "[engine]\nbackend = 'fake'\n[admission]\ndeadline = {}\n[slo]\nttft = {}"
+    config = cfg.parse_text(text.format('"2s"', '"inf"'), DecodeConfig)
+    assert (config.admission.deadline, config.slo.ttft) == (2.0, math.inf)
+    assert 'ttft = "inf"' in cfg.render(config) and 'deadline = "2s"' in cfg.render(config)
+    for wrong in ("2", '"0s"', '"-1s"', "nan", "true"):
+        with pytest.raises(ConfigError, match=r"admission\.deadline"):
+            cfg.parse_text(text.format(wrong, '"1s"'), DecodeConfig)
+
+
 def test_relative_paths_start_at_the_files_directory(tmp_path: Path, model_dir: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "c.toml").write_text("[model]\npath = 'model'\n[control]\nsocket = 'run/c.sock'\n")

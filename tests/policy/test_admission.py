@@ -1,8 +1,16 @@
+"""Admission: every gate, who goes first, deadlines, and the books under whatever happens."""
+
+from __future__ import annotations
+
+from collections import Counter
+
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.errors import InvalidRequest, Overloaded
 from common.policy.admission import AdmissionController, AdmissionLimits
-from common.policy.views import Demand
+from common.policy.views import Demand, ServiceClass
 
 
 def controller(running=2, queued=2, tokens=100, state=1000) -> AdmissionController:
@@ -70,3 +78,197 @@ def test_release_of_an_unknown_request_changes_nothing():
     offer(c, "a")
     assert c.release("zzz") == []
     assert len(c.running) == 1
+
+
+CLASSES = (ServiceClass("high", 10, 0.6), ServiceClass("low", 0, 0.2))
+
+
+def of_class(running=2, queued=10, rows=0, state=1 << 40, **limits) -> AdmissionController:
+    return AdmissionController(AdmissionLimits(running, queued, 10**6, state, max_rows=rows, classes=CLASSES, **limits))
+
+
+def test_a_higher_class_does_not_wait_for_running_ones_of_lower_classes():
+    c = of_class(running=2)
+    assert [c.offer(Demand(f"low{n}", 10, 10, service_class="low")) for n in range(3)] == ["running"] * 2 + ["queued"]
+    assert [c.offer(Demand(f"high{n}", 10, 10, service_class="high")) for n in range(3)] == ["running"] * 2 + ["queued"]
+    assert c.release("high0") == ["high2"], "the low one waits until its own have ended"
+    assert c.release("low0") == [] and c.release("low1") == []
+    assert c.release("high1") == ["low2"]
+
+
+def test_lower_classes_keep_their_rows_of_the_batch():
+    c = of_class(running=100, rows=10, queued=100)
+    for n in range(12):
+        assert c.offer(Demand(f"low{n}", 10, 10, service_class="low")) == "running"
+    answers = [c.offer(Demand(f"high{n}", 10, 10, service_class="high")) for n in range(12)]
+    assert answers == ["running"] * 8 + ["queued"] * 4, "two rows of ten are left to the low ones, a fifth"
+    for n in range(12):
+        c.release(f"low{n}")
+    assert not c.queue, "with no low one about, all of the batch"
+
+
+def test_room_in_the_queue_that_others_are_sure_of_is_not_given_away():
+    c = of_class(running=1, queued=10)
+    c.offer(Demand("first", 10, 10, service_class="high"))
+    flood = [offer_or_gate(c, Demand(f"low{n}", 10, 10, service_class="low")) for n in range(20)]
+    assert flood == ["queued"] * 4 + ["queued_requests"] * 16, "0.6 of the queue are the high class's"
+    rest = [offer_or_gate(c, Demand(f"high{n}", 10, 10, service_class="high")) for n in range(20)]
+    assert rest.count("queued") == 6
+
+
+def test_a_tenant_that_floods_leaves_room_for_others():
+    c = controller(running=1, queued=90, tokens=10**9, state=10**9)
+    flood = [offer_or_gate(c, Demand(f"a{n}", 10, 10, tenant="a")) for n in range(200)]
+    assert flood.count("queued") == 80 and flood[-1] == "tenant_requests"
+    assert offer_or_gate(c, Demand("b", 10, 10, tenant="b")) == "queued"
+    assert c.release("a0") == ["b"], "it does not wait for all of them"
+    assert [offer_or_gate(c, Demand(f"{n}", 10, 10)) for n in range(3)] == ["queued"] * 3, "nobody's are not counted"
+
+
+def offer_or_gate(c: AdmissionController, demand: Demand, now: float = 0.0) -> str:
+    try:
+        return c.offer(demand, now)
+    except Overloaded as e:
+        return e.gate
+
+
+def test_large_prompts_are_refused_before_small_ones():
+    limits = AdmissionLimits(1, 10, 10**6, 10**9, large_prompt_tokens=1000, large_queue_share=0.5)
+    c = AdmissionController(limits)
+    answers = [offer_or_gate(c, Demand(f"large{n}", 1001, 1)) for n in range(10)]
+    assert answers == ["running"] + ["queued"] * 6 + ["large_prompt"] * 3
+    assert offer_or_gate(c, Demand("small", 1000, 1)) == "queued"
+    with pytest.raises(Overloaded, match=r"1001 against a limit of 1000 \(admission\.large_prompt_tokens\)"):
+        c.offer(Demand("another", 1001, 1))
+
+
+def timed(deadline_s: float | None, name: str = "x", tokens: int = 100) -> Demand:
+    return Demand(name, tokens, 1, deadline_s=deadline_s, deadline_setting="X-Prfaas-Deadline")
+
+
+def test_a_deadline_that_the_prompt_alone_passes_is_refused_at_once():
+    c = AdmissionController(AdmissionLimits(2, 10, 10**6, 10**9), forecast=lambda d, before: d.num_prompt_tokens / 100)
+    with pytest.raises(Overloaded) as e:
+        c.offer(timed(9.9, tokens=1000))
+    body = (e.value.gate, e.value.value, e.value.limit, e.value.setting, e.value.status)
+    assert body == ("deadline", 10.0, 9.9, "X-Prfaas-Deadline", 503)
+    assert not c.running and not c.queue
+    assert c.offer(timed(10.1, tokens=1000)) == "running"
+
+
+def test_before_anything_was_measured_the_prompts_before_it_count():
+    c = AdmissionController(
+        AdmissionLimits(1, 10, 10**6, 10**9), forecast=lambda d, before: (before + d.num_prompt_tokens) / 100
+    )
+    c.offer(timed(None, "a"))
+    c.offer(timed(None, "b", tokens=500))
+    assert offer_or_gate(c, timed(5.5)) == "deadline"
+    assert offer_or_gate(c, timed(6.5)) == "queued"
+
+
+def test_waiting_is_predicted_from_how_fast_the_queue_was_seen_to_drain():
+    """One request at a time, one a second; nobody knows what computing a prompt takes."""
+    c = AdmissionController(AdmissionLimits(1, 100, 10**6, 10**9))
+    for n in range(30):
+        c.offer(timed(None, f"{n}"), 0.0)
+    for n in range(20):
+        c.release(f"{n}", float(n + 1), 0)
+    assert len(c.queue) == 9
+    assert offer_or_gate(c, timed(9.0, "early"), 20.5) == "deadline"
+    assert offer_or_gate(c, timed(11.0, "late"), 20.5) == "queued"
+    assert offer_or_gate(c, timed(11.0, "stuck"), 40.0) == "deadline", "nothing has started for twenty seconds"
+
+
+def test_a_high_class_is_not_thought_to_wait_for_a_low_one():
+    c = of_class(running=1, queued=1000)
+    for n in range(30):
+        c.offer(Demand(f"high{n}", 100, 1, service_class="high"), 0.0)
+    for n in range(29):
+        c.release(f"high{n}", float(n + 1), 0)
+    for n in range(100):
+        c.offer(Demand(f"low{n}", 100, 1, service_class="low"), 30.0)
+    assert offer_or_gate(c, Demand("h", 100, 1, service_class="high", deadline_s=3.0), 30.0) == "queued"
+    assert offer_or_gate(c, Demand("l", 100, 1, service_class="low", deadline_s=30.0), 30.0) == "deadline"
+
+
+def test_other_classes_by_reload_keep_the_books():
+    c = of_class(running=2, rows=4)
+    for n in range(6):
+        c.offer(Demand(f"{n}", 10, 10, service_class=("high", "low")[n % 2]))
+    num_running, state = len(c.running), c.state_bytes
+    c.set_limits(AdmissionLimits(1, 10, 100, 1000, classes=(ServiceClass("other", 0, 1.0),)))
+    assert (len(c.running), c.state_bytes, len(c.queue)) == (num_running, state, 6 - num_running)
+    todo = list(c.running)
+    while todo:
+        todo += c.release(todo.pop(), 1.0, 5)
+    assert (c.state_bytes, len(c.queue), len(c.running), c.num_queued_tokens) == (0, 0, 0, 0)
+
+
+class Books(RuleBasedStateMachine):
+    """Whatever is offered has one outcome, caps hold, and nothing waits that could run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits = AdmissionLimits(3, 6, 500, 100, max_rows=4, classes=CLASSES)
+        self.c = AdmissionController(self.limits, forecast=lambda d, before: (before + d.num_prompt_tokens) / 50)
+        self.now, self.num, self.waiting = 0.0, 0, set[str]()
+        self.outcomes: Counter[str] = Counter()
+
+    @rule(
+        tokens=st.integers(1, 300), state=st.integers(1, 120), name=st.sampled_from(["high", "low"]),
+        tenant=st.sampled_from(["", "a", "b"]), deadline=st.none() | st.floats(0.1, 60.0), output=st.integers(0, 50),
+    )  # fmt: skip
+    def offer(self, tokens, state, name, tenant, deadline, output):
+        self.num += 1
+        demand = Demand(f"{self.num}", tokens, state, output, 1, name, tenant, deadline, "admission.deadline")
+        before = (len(self.c.queue), set(self.c.running))
+        try:
+            answer = self.c.offer(demand, self.now)
+        except (Overloaded, InvalidRequest) as e:
+            assert isinstance(e, InvalidRequest) == (state > 100)
+            assert (len(self.c.queue), set(self.c.running)) == before, "a refusal leaves no trace"
+            self.outcomes["refused"] += 1
+            return
+        assert (demand.request_id in self.c.running) == (answer == "running")
+        if answer == "queued":
+            self.waiting.add(demand.request_id)
+        self._started(self.c.pump(self.now))
+
+    @rule(seconds=st.floats(0.0, 10.0))
+    def wait(self, seconds):
+        self.now += seconds
+
+    @rule(which=st.integers(0, 100), num_output=st.none() | st.integers(0, 50))
+    def end(self, which, num_output):
+        if self.c.running:
+            name = sorted(self.c.running)[which % len(self.c.running)]
+            self._started(self.c.release(name, self.now, num_output))
+            self.outcomes["served"] += 1
+
+    @rule(which=st.integers(0, 100))
+    def leave(self, which):
+        if self.waiting:
+            name = sorted(self.waiting)[which % len(self.waiting)]
+            self.waiting.remove(name)
+            self._started(self.c.release(name, self.now))
+            self.outcomes["left"] += 1
+
+    def _started(self, names):
+        assert set(names) <= self.waiting and len(set(names)) == len(names)
+        self.waiting -= set(names)
+
+    @invariant()
+    def books_agree(self):
+        c, limits = self.c, self.limits
+        assert self.num == self.outcomes.total() + len(self.waiting) + len(c.running)
+        assert len(c.queue) == len(self.waiting) <= limits.max_queued_requests
+        assert c.state_bytes == sum(d.state_bytes for d in c.running.values()) <= limits.max_state_bytes
+        running = Counter(d.service_class for d in c.running.values())
+        assert running["high"] <= limits.max_running_requests
+        # Low ones may have started before high ones came; a high one does not wait for them.
+        assert running["low"] <= limits.max_running_requests
+        assert c.pump(self.now) == [], "nothing waits that could run"
+        assert c.running or not c.queue, "an idle node has no queue"
+
+
+TestBooks = Books.TestCase

@@ -1,0 +1,50 @@
+"""How fast a queue drains, and how far predictions are off."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from common.policy.pace import DrainPace, Errors
+
+
+def test_the_pace_is_that_of_the_times_in_which_something_waited():
+    pace = DrainPace()
+    assert pace.wait_s(100.0, 0.0) is None, "nobody knows yet"
+    now = 0.0
+    for _ in range(50):
+        pace.begin(now)
+        for _ in range(10):
+            now += 0.5
+            pace.note(10.0, now)
+        pace.end()
+        now += 1000.0  # nothing waits
+    pace.begin(now)
+    assert pace.wait_s(100.0, now) == pytest.approx(5.0 + 0.5)
+    assert pace.wait_s(0.0, now) == pytest.approx(0.5), "until the next one starts"
+
+
+def test_it_follows_a_change_and_notices_that_nothing_starts_any_more():
+    pace = DrainPace()
+    pace.begin(0.0)
+    now = 0.0
+    for step_s in (0.1, 1.0):
+        for _ in range(100):
+            now += step_s
+            pace.note(10.0, now)
+    assert pace.wait_s(100.0, now) == pytest.approx(10 + 1, rel=0.1)
+    assert pace.wait_s(100.0, now + 1.0) == pytest.approx(10 + 1, rel=0.1), "the next one is not late yet"
+    assert pace.wait_s(100.0, now + 60.0) > 60.0
+
+
+def test_the_margin_covers_most_of_what_comes_later():
+    rng, errors, late = random.Random(1), Errors(), 0
+    for n in range(2000):
+        error = rng.gauss(0.5, 0.2)
+        late += n >= 200 and error > errors.margin_s
+        errors.note(error)
+    assert 0.0 < late / 1800 < 0.12
+    for _ in range(200):
+        errors.note(-3.0)
+    assert errors.margin_s == 0.0, "what comes early needs no margin, and is not counted on"
