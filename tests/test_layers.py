@@ -65,6 +65,7 @@ LAYERS = {
     "common": Layer(banned=("torch", "transformers", "prefilld", "decoded", "common.sim")),
     "prefilld": Layer(banned=("decoded", "common.sim")),
     "decoded": Layer(banned=("prefilld", "common.sim")),
+    "decoded.ctl.plan": Layer(banned=("prefilld",)),
 }
 
 # Everybody else is handed `now`. Both daemons are services and stamp where things happen; so do the backends.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 from common.policy.costs import StateSize
 from common.policy.profile import NodeProfile
@@ -182,24 +183,22 @@ class Cluster:
     def _prefill_here(self, request: SimRequest, view: RequestView, decision: RouteDecision) -> None:
         if not self.mixed:
             raise ValueError(f"routed to decoded itself, which does not prefill here: {decision.reason}")
-        node = min(self.mixed, key=lambda m: self._free_at[m.name])
-        request.place = "local"
+        place = min(range(len(self.mixed)), key=lambda n: self._free_at[self.mixed[n].name])
+        node, request.place = self.mixed[place], "local"
         slow = node.slowdown() if node.slowdown is not None else 1.0
         self._book(node, slow * self._costs["own"].seconds(view.num_cached_tokens, view.num_uncached_tokens))
         request.num_computed = view.num_uncached_tokens
-        node.put(request, view.num_cached_tokens, request.num_prompt - 1, self._mixed_chunk)
+        node.put(request, view.num_cached_tokens, request.num_prompt - 1, partial(self._mixed_chunk, place))
 
-    def _mixed_chunk(self, request: SimRequest, num_tokens: int, ends_at: float, is_last: bool) -> None:
-        for node in self.decode:
-            node.set_stretch(self.deployment.max_stretch)
-        self.loop.at(ends_at, self._mixed_chunk_done, request, is_last)
+    def _mixed_chunk(self, place: int, request: SimRequest, num_tokens: int, ends_at: float, is_last: bool) -> None:
+        self.decode[place].set_stretch(self.deployment.max_stretch)
+        self.loop.at(ends_at, self._mixed_chunk_done, place, request, is_last)
 
-    def _mixed_chunk_done(self, request: SimRequest, is_last: bool) -> None:
-        if not any(node.num_queued_tokens for node in self.mixed):
-            for node in self.decode:
-                node.set_stretch(1.0)
+    def _mixed_chunk_done(self, place: int, request: SimRequest, is_last: bool) -> None:
+        if not self.mixed[place].num_queued_tokens:
+            self.decode[place].set_stretch(1.0)
         if is_last:
-            self._ready(request)
+            self._ready(request, self.decode[place])
 
     def _prefill_there(self, request: SimRequest, view: RequestView, decision: RouteDecision) -> None:
         node = self._nodes[str(decision.peer)]
@@ -262,10 +261,11 @@ class Cluster:
 
     # ---- decode
 
-    def _ready(self, request: SimRequest) -> None:
+    def _ready(self, request: SimRequest, place: DecodeNode | None = None) -> None:
+        """The state is at decoded's site; `place` has it already where decoded computed it itself."""
         request.ready_at = self.loop.now
         self.caches[0].add(request.blocks)
-        min(self.decode, key=lambda node: node.load).join(request)
+        (place or min(self.decode, key=lambda node: node.load)).join(request)
 
     def _done(self, request: SimRequest) -> None:
         request.done_at = self.loop.now
@@ -283,8 +283,3 @@ class Cluster:
             if nodes:
                 out[name] = sum(node.busy_s for node in nodes) / (len(nodes) * seconds)
         return out | ({"link": self.link.busy_s / seconds} if self.remote else {})
-
-
-def with_rules(deployment: Deployment, *, num_remote: int, num_prefill: int, num_decode: int) -> Deployment:
-    """The same hardware in other roles."""
-    return replace(deployment, num_remote=num_remote, num_prefill=num_prefill, num_decode=num_decode)

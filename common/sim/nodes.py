@@ -61,8 +61,9 @@ class PrefillNode:
             self._queue.popleft()
         else:
             self._queue[0] = (request, end, stop, on_chunk)
-        on_chunk(request, end - start, ends_at, is_last)
+        # First, so that whatever the chunk leads to at its end sees the queue without it.
         self._loop.at(ends_at, self._chunk_done, end - start, is_last)
+        on_chunk(request, end - start, ends_at, is_last)
 
     def _chunk_done(self, num_tokens: int, is_last: bool) -> None:
         self.num_queued_tokens -= num_tokens

@@ -3,6 +3,7 @@
 Mooncake (FAST 2025): JSON lines with `timestamp` in ms, `input_length`, `output_length` and `hash_ids`, the chained ids
 of blocks of 512 tokens. Azure LLM inference (2023): CSV with TIMESTAMP, ContextTokens, GeneratedTokens. Called by
 plan.py.
+"""
 
 from __future__ import annotations
 
