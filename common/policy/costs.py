@@ -12,8 +12,8 @@ from itertools import combinations
 
 # An observation counts half after so many later ones: a node whose clock or neighbours change is learned anew.
 HALF_LIFE = 200.0
-# How many observations the prior weighs.
-PRIOR_WEIGHT = 8.0
+# How many observations the prior weighs at first, and for ever: terms that nothing excites stay where it has them.
+PRIOR_WEIGHT, LASTING_WEIGHT = 8.0, 0.02
 # Sizes at which the terms of each model are of the order of their weights; keeps the equations well conditioned.
 _PREFILL_SCALE = (1.0, 1e4, 1e8)
 _DECODE_SCALE = (1.0, 1e1, 1e5)
@@ -101,8 +101,12 @@ class NonNegativeFit:
         self._keep = 0.5 ** (1.0 / half_life)
         self._prior = [p * s for p, s in zip(prior, scale, strict=True)]
         size = len(self._prior)
-        self._a = [[0.0] * size for _ in range(size)]
-        self._b = [0.0] * size
+        # Without a prior a trace of pull towards zero keeps the equations solvable.
+        typical = sum(self._prior)
+        self._pull = typical**-2 if typical else 1e-9
+        first = PRIOR_WEIGHT * self._pull if typical else 0.0
+        self._a = [[first if i == j else 0.0 for j in range(size)] for i in range(size)]
+        self._b = [first * p for p in self._prior]
         self._solution: tuple[float, ...] | None = tuple(prior)
         self.num_observations = 0
 
@@ -123,20 +127,11 @@ class NonNegativeFit:
     def weights(self) -> tuple[float, ...]:
         """The weights by what was seen so far."""
         if self._solution is None:
-            a, b = self._with_prior()
-            best = _non_negative(a, b)
+            lasting = LASTING_WEIGHT * self._pull
+            a = [[v + lasting * (i == j) for j, v in enumerate(row)] for i, row in enumerate(self._a)]
+            best = _non_negative(a, [v + lasting * p for v, p in zip(self._b, self._prior, strict=True)])
             self._solution = tuple(w / s for w, s in zip(best, self._scale, strict=True))
         return self._solution
-
-    def _with_prior(self) -> tuple[list[list[float]], list[float]]:
-        """The prior pulls each weight by itself, relative to its size, as PRIOR_WEIGHT observations of it would."""
-        a, b = [list(row) for row in self._a], list(self._b)
-        typical = sum(self._prior) or 1.0
-        for i, p in enumerate(self._prior):
-            pull = PRIOR_WEIGHT / typical**2 if any(self._prior) else 1e-9
-            a[i][i] += pull
-            b[i] += pull * p
-        return a, b
 
 
 def _non_negative(a: list[list[float]], b: list[float]) -> list[float]:
