@@ -104,8 +104,11 @@ class PeerConfig(Section):
 class RoutingConfig(Section):
     """Where prompts are prefilled. Changes by reload."""
 
-    mode: Literal["threshold", "local-only", "remote-only"] = key(
-        "threshold", '"threshold" compares uncached prompt tokens; the others are for comparison.'
+    mode: Literal["threshold", "adaptive", "local-only", "remote-only"] = key(
+        "threshold",
+        '"threshold" compares uncached prompt tokens; "adaptive" the predicted times to first token here and at every'
+        " peer and what each costs other requests, and decides by the threshold until both sides' speed is known; the"
+        " others are for comparison.",
     )
     threshold_tokens: Threshold = key(
         1000, 'Uncached prompt tokens above which prefill goes remote: 0 sends all, "inf" none.'

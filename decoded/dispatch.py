@@ -25,13 +25,14 @@ from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.costs import LocalRates
 from common.policy.fallback import FallbackBudget
 from common.policy.push import LOOPBACK_BPS, PushMode, PushPlan, plan_push
-from common.policy.routing import Mode, RouteDecision, decide
+from common.policy.routing import Mode, RouteDecision, Rules, decide
 from common.policy.slo import SloTargets
-from common.policy.views import Demand, PeerView, RequestView
+from common.policy.views import Demand
 from common.request import Request, RequestReport
 from decoded.active import ActiveRequest
 from decoded.demands import classify, demand_of
 from decoded.metrics import DecodeMetrics
+from decoded.views import local_view, peer_view, request_view
 
 log = logging.getLogger(__name__)
 _KEPT_RECORDS = 1000
@@ -204,23 +205,12 @@ class Dispatcher:
 
     def route(self, request: Request, failed_peers: tuple[str, ...], num_kept_tokens: int = 0) -> RouteDecision:
         """Decide over the peers as they are now; `num_kept_tokens` are left of attempts that failed."""
-        view = RequestView(
-            request.request_id,
-            request.num_prompt_tokens,
-            num_uncached_tokens=request.num_prompt_tokens - 1 - num_kept_tokens,
-            wants_prompt_logprobs=request.prompt_logprobs is not None,
-            forced_route=request.forced_route,
-            failed_peers=failed_peers,
-        )
-        settings = self.settings
-        decision = decide(
-            view,
-            [peer_view(p) for p in self.peers()],
-            mode=settings.mode,
-            threshold_tokens=settings.threshold_tokens,
-            max_attempts=settings.max_attempts,
-        )
-        stats = self.backend.stats()
+        settings, stats = self.settings, self.backend.stats()
+        active = list(self.active.values())
+        view = request_view(self.info, request, failed_peers, num_kept_tokens)
+        rules = Rules(settings.mode, settings.threshold_tokens, settings.max_attempts)
+        peers = [peer_view(p, self.info, active) for p in self.peers()]
+        decision = decide(view, peers, local_view(stats, active), rules)
         rates = LocalRates(stats.alone_tokens_per_s, stats.mixed_tokens_per_s)
         if (seconds := rates.prefill_s(view.num_uncached_tokens, stats.num_rows)) is not None:
             decision.terms["predicted_local_prefill_s"] = round(seconds, 3)
@@ -305,11 +295,3 @@ class Dispatcher:
             return 0.0
         oldest = min(a.arrived_at for a in self.active.values())
         return time.monotonic() - max(oldest, self.last_output_at, stats.last_progress_at)
-
-
-def peer_view(client: PeerClient) -> PeerView:
-    """The router's view of one peer."""
-    is_usable = client.state == "ready"
-    why_not = "" if is_usable else f"{client.state}: {client.reason}"
-    num_queued_tokens = int(client.load.get("num_queued_tokens", 0))
-    return PeerView(client.name, is_usable, why_not, client.num_streams, num_queued_tokens)

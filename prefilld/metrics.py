@@ -65,12 +65,8 @@ class PrefillMetrics:
         )
         self.prompt_tokens = Counter("prfaas_prompt_tokens_total", "Prompt tokens computed.", registry=r)
         self.chunks = Counter("prfaas_chunks_total", "Chunks computed for remote peers.", registry=r)
-        self.segments = Counter(
-            "prfaas_segments_total",
-            "Segments handed to the links, by codec: others than what was asked for were not worth it, or not finite.",
-            ["codec"],
-            registry=r,
-        )
+        why = "others than what was asked for were not worth it, or not finite"
+        self.segments = Counter("prfaas_segments_total", f"Segments sent, by codec: {why}.", ["codec"], registry=r)
         self.raw_bytes = Counter("prfaas_raw_bytes_total", "State bytes before encoding.", registry=r)
         self.paused = Counter(
             "prfaas_stream_pauses_total", "Times a stream got no chunk since too much was unacknowledged.", registry=r

@@ -65,11 +65,13 @@ LAYERS = {
     "common": Layer(banned=("torch", "transformers", "prefilld", "decoded", "common.sim")),
     "prefilld": Layer(banned=("decoded", "common.sim")),
     "decoded": Layer(banned=("prefilld", "common.sim")),
+    "decoded.ctl.plan": Layer(banned=("prefilld",)),
 }
 
 # Everybody else is handed `now`. Both daemons are services and stamp where things happen; so do the backends.
 CLOCK_READERS = (
-    "common.net.link", "common.net.relay", "common.looplag", "common.worker", "common.local_backend", "common.fake",
+    "common.net.link", "common.net.relay", "common.looplag", "common.worker", "common.fake",
+    "common.local_generation", "common.local_outputs", "common.local_prefill",
     "common.daemon", "common.lifecycle", "common.sdnotify", "common.logs", "common.ctl", "common.ctl_verbs",
     "common.text.chat_template", "prefilld", "decoded",
 )  # fmt: skip

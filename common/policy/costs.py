@@ -1,12 +1,22 @@
-"""What computing a prompt here would take, from the rates at which this engine was seen to compute prompts.
+"""What computing and sending takes: models with few terms, fitted to what was measured, a profile as the prior.
 
-Beside running streams a prompt gets a part of every step only (the token budget), so its rate there is another one than
-alone. Pure; shown by `decodectl explain` beside what it really took.
+Seconds of prefill grow with the uncached tokens, and with their attention to everything before them; seconds of a
+decode step with rows and context. Pure; used by routing, capacity and the simulator, shown by `decodectl explain`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
+
+# An observation counts half after so many later ones: a node whose clock or neighbours change is learned anew.
+HALF_LIFE = 200.0
+# How many observations the prior weighs at first, and for ever: terms that nothing excites stay where it has them.
+PRIOR_WEIGHT, LASTING_WEIGHT = 8.0, 0.02
+# Sizes at which the terms of each model are of the order of their weights; keeps the equations well conditioned.
+_PREFILL_SCALE = (1.0, 1e4, 1e8)
+_DECODE_SCALE = (1.0, 1e1, 1e5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +35,179 @@ class LocalRates:
         """Seconds for so many prompt tokens beside so many decode rows; None before anything like it was seen."""
         rate = (self.mixed if num_rows else self.alone) or (self.alone if num_rows else self.mixed)
         return num_tokens / rate if rate else None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCost:
+    """Seconds of prefill on one node: constant_s + per_token_s u + per_square_s ((c + u)^2 - c^2) for u uncached tokens
+    after c cached ones; the square is attention of each new token to all before it.
+    """
+
+    constant_s: float
+    per_token_s: float
+    per_square_s: float = 0.0
+
+    def seconds(self, num_cached: float, num_uncached: float) -> float:
+        """Seconds alone on the node; 0 when there is nothing to compute."""
+        if num_uncached <= 0:
+            return 0.0
+        squares = num_uncached * (num_uncached + 2.0 * num_cached)
+        return self.constant_s + self.per_token_s * num_uncached + self.per_square_s * squares
+
+    def queue_s(self, num_tokens: float, num_requests: int) -> float:
+        """Seconds for a queue, its requests taken to be alike."""
+        if num_tokens <= 0:
+            return 0.0
+        count = max(1, num_requests)
+        return count * self.seconds(0, num_tokens / count)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCost:
+    """Seconds of one decode step of a batch: base_s + per_row_s rows + per_context_s context tokens of all rows."""
+
+    base_s: float
+    per_row_s: float = 0.0
+    per_context_s: float = 0.0
+
+    def step_s(self, num_rows: float, num_context_tokens: float = 0.0) -> float:
+        """Seconds of one step."""
+        return self.base_s + self.per_row_s * num_rows + self.per_context_s * num_context_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StateSize:
+    """Raw bytes of a prompt's state: what each token adds, and what is there once whatever the length."""
+
+    fixed_bytes: float
+    bytes_per_token: float
+
+    def num_bytes(self, num_tokens: float, num_held: float = 0.0) -> float:
+        """Bytes that a receiver lacks that holds the rows of the first `num_held` tokens; 0 for nothing new."""
+        if num_tokens <= num_held:
+            return 0.0
+        return self.fixed_bytes + self.bytes_per_token * (num_tokens - num_held)
+
+
+class NonNegativeFit:
+    """Least squares with weights >= 0, older observations forgotten, relative errors equally bad at all sizes.
+
+    The normal equations are kept and decay; with at most a handful of terms the exact non-negative solution is the best
+    of the unconstrained ones over every subset of terms (Lawson and Hanson, Solving Least Squares Problems, ch. 23).
+    """
+
+    def __init__(self, prior: Sequence[float], scale: Sequence[float], *, half_life: float = HALF_LIFE) -> None:
+        self._scale = tuple(scale)
+        self._keep = 0.5 ** (1.0 / half_life)
+        self._prior = [p * s for p, s in zip(prior, scale, strict=True)]
+        size = len(self._prior)
+        # Without a prior a trace of pull towards zero keeps the equations solvable.
+        typical = sum(self._prior)
+        self._pull = typical**-2 if typical else 1e-9
+        first = PRIOR_WEIGHT * self._pull if typical else 0.0
+        self._a = [[first if i == j else 0.0 for j in range(size)] for i in range(size)]
+        self._b = [first * p for p in self._prior]
+        self._solution: tuple[float, ...] | None = tuple(prior)
+        self.num_observations = 0
+
+    def observe(self, terms: Sequence[float], seconds: float) -> None:
+        """One measurement; one that cannot be (seconds <= 0) is left out."""
+        if seconds <= 0:
+            return
+        x = [t / s / seconds for t, s in zip(terms, self._scale, strict=True)]
+        for i, xi in enumerate(x):
+            self._b[i] = self._keep * self._b[i] + xi
+            row = self._a[i]
+            for j, xj in enumerate(x):
+                row[j] = self._keep * row[j] + xi * xj
+        self.num_observations += 1
+        self._solution = None
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weights by what was seen so far."""
+        if self._solution is None:
+            lasting = LASTING_WEIGHT * self._pull
+            a = [[v + lasting * (i == j) for j, v in enumerate(row)] for i, row in enumerate(self._a)]
+            best = _non_negative(a, [v + lasting * p for v, p in zip(self._b, self._prior, strict=True)])
+            self._solution = tuple(w / s for w, s in zip(best, self._scale, strict=True))
+        return self._solution
+
+
+def _non_negative(a: list[list[float]], b: list[float]) -> list[float]:
+    """The w >= 0 with the least w'Aw - 2b'w."""
+    size = len(b)
+    best, least = [0.0] * size, 0.0
+    for count in range(1, size + 1):
+        for chosen in combinations(range(size), count):
+            part = _solve([[a[i][j] for j in chosen] for i in chosen], [b[i] for i in chosen])
+            if part is None or min(part) < 0:
+                continue
+            # At the optimum of a subset the quadratic form is -b'w.
+            value = -sum(b[i] * w for i, w in zip(chosen, part, strict=True))
+            if value < least:
+                least, best = value, [0.0] * size
+                for i, w in zip(chosen, part, strict=True):
+                    best[i] = w
+    return best
+
+
+def _solve(a: list[list[float]], b: list[float]) -> list[float] | None:
+    """Gaussian elimination with pivots; None for a singular matrix."""
+    size = len(b)
+    rows = [[*row, value] for row, value in zip(a, b, strict=True)]
+    for n in range(size):
+        pivot = max(range(n, size), key=lambda i: abs(rows[i][n]))
+        if abs(rows[pivot][n]) < 1e-300:
+            return None
+        rows[n], rows[pivot] = rows[pivot], rows[n]
+        for i in range(n + 1, size):
+            factor = rows[i][n] / rows[n][n]
+            rows[i] = [x - factor * y for x, y in zip(rows[i], rows[n], strict=True)]
+    out = [0.0] * size
+    for n in reversed(range(size)):
+        out[n] = (rows[n][size] - sum(rows[n][j] * out[j] for j in range(n + 1, size))) / rows[n][n]
+    return out
+
+
+class PrefillFit:
+    """One node's PrefillCost, learned from its measured prompts."""
+
+    def __init__(self, prior: PrefillCost | None = None) -> None:
+        known = prior or PrefillCost(0.0, 0.0, 0.0)
+        weights = (known.constant_s, known.per_token_s, known.per_square_s)
+        self._fit = NonNegativeFit(weights, _PREFILL_SCALE)
+        self._has_prior = prior is not None
+
+    def observe(self, num_cached: int, num_uncached: int, seconds: float) -> None:
+        """A prompt of which `num_uncached` tokens were computed took so long, its waits not counted."""
+        if num_uncached > 0:
+            squares = float(num_uncached) * (num_uncached + 2 * num_cached)
+            self._fit.observe((1.0, float(num_uncached), squares), seconds)
+
+    @property
+    def cost(self) -> PrefillCost | None:
+        """None before anything is known."""
+        if not self._has_prior and not self._fit.num_observations:
+            return None
+        return PrefillCost(*self._fit.weights)
+
+
+class DecodeFit:
+    """One node's DecodeCost, learned from its measured steps."""
+
+    def __init__(self, prior: DecodeCost | None = None) -> None:
+        known = prior or DecodeCost(0.0)
+        self._fit = NonNegativeFit((known.base_s, known.per_row_s, known.per_context_s), _DECODE_SCALE)
+        self._has_prior = prior is not None
+
+    def observe(self, num_rows: int, num_context_tokens: int, seconds: float) -> None:
+        """A step of so many rows took so long."""
+        self._fit.observe((1.0, float(num_rows), float(num_context_tokens)), seconds)
+
+    @property
+    def cost(self) -> DecodeCost | None:
+        """None before anything is known."""
+        if not self._has_prior and not self._fit.num_observations:
+            return None
+        return DecodeCost(*self._fit.weights)

@@ -1,4 +1,8 @@
-"""Where a prompt is prefilled: the paper's rule on uncached tokens, with every term kept for `decodectl explain`."""
+"""Where a prompt is prefilled, with every term kept for `decodectl explain`.
+
+`threshold` is the paper's rule on uncached tokens; `adaptive` compares the predicted times to first token of all
+alternatives and what each costs others (predict.py); `local-only` and `remote-only` are there to compare with. Pure.
+"""
 
 from __future__ import annotations
 
@@ -7,67 +11,94 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from common.policy.views import PeerView, RequestView
+from common.policy.predict import NO_PRICE, PRICING, Alternative, Pricing, local_alternative, peer_alternatives
+from common.policy.views import LocalView, PeerView, RequestView
 from common.request import Route
 
-Mode = Literal["threshold", "local-only", "remote-only"]
+Mode = Literal["threshold", "adaptive", "local-only", "remote-only"]
 
 # Every reason of a decision, by its route; the last three of "local" are fallbacks.
 FALLBACK_REASONS = ("no_peer", "peer_failed", "attempts_spent")
 REASONS: dict[Route, tuple[str, ...]] = {
-    "remote": ("above_threshold", "remote_only", "forced"),
+    "remote": ("above_threshold", "below_threshold", "remote_only", "local_only", "adaptive", "forced"),
     "local": (
-        "below_threshold", "local_only", "forced", "nothing_to_compute", "prompt_logprobs", *FALLBACK_REASONS,
+        "below_threshold", "local_only", "adaptive", "forced", "nothing_to_compute", "prompt_logprobs",
+        *FALLBACK_REASONS,
     ),
 }  # fmt: skip
+# The path counts as abundant below this utilisation (paper section 3.2 leaves the test open).
+ABUNDANT = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How to decide. `threshold_tokens`: 0 sends everything that has something to compute, inf nothing."""
+
+    mode: Mode
+    threshold_tokens: float
+    max_attempts: int
+    pricing: Pricing = PRICING
 
 
 @dataclass(frozen=True, slots=True)
 class RouteDecision:
     """A route and why. `is_fallback` means that remote was wanted but no peer is usable: the local fallback budget
-    must allow it. `terms` are the facts the decision rests on, for people.
+    must allow it. `push_tokens`: the peer is to get decoded's prefix of that length first. `predicted_ttft_s` is None
+    where costs are not known. `terms` are the facts the decision rests on, for people.
     """
 
     route: Route
     reason: str
     peer: str | None = None
     is_fallback: bool = False
+    push_tokens: int = 0
+    predicted_ttft_s: float | None = None
     terms: dict[str, object] = field(default_factory=dict)
 
 
 def decide(
-    request: RequestView, peers: Sequence[PeerView], *, mode: Mode, threshold_tokens: float, max_attempts: int
+    request: RequestView, peers: Sequence[PeerView], local: LocalView, rules: Rules, *, is_told: bool = True
 ) -> RouteDecision:
-    """Route one request.
-
-    Remote when uncached tokens exceed the threshold (paper.md section 3.2, scarce branch, with one cache): 0 sends
-    everything that has something to compute, inf nothing. What cannot go remote is decided before the rule.
+    """Route one request. What cannot go remote is decided before any rule. `is_told` False leaves the terms out, which
+    nobody reads in a simulation.
     """
     uncached = request.num_uncached_tokens
-    terms: dict[str, object] = {
-        "mode": mode,
-        "num_prompt_tokens": request.num_prompt_tokens,
-        "uncached_tokens": uncached,
-        "threshold_tokens": "inf" if math.isinf(threshold_tokens) else threshold_tokens,
-        "inequality": _inequality(uncached, threshold_tokens),
-        "peers": {p.name: "usable" if p.is_usable else p.why_not for p in peers},
-        "failed_peers": list(request.failed_peers),
-    }
+    terms = _facts(request, peers, rules) if is_told else {}
     if uncached <= 0:
         return RouteDecision("local", "nothing_to_compute", terms=terms)
     if request.wants_prompt_logprobs:
         return RouteDecision("local", "prompt_logprobs", terms=terms)
-    wish, reason = _wish(request, mode, threshold_tokens)
-    if wish == "local":
-        return RouteDecision("local", reason, terms=terms)
-    if len(request.failed_peers) >= max_attempts:
-        return RouteDecision("local", "attempts_spent", is_fallback=True, terms=terms)
     usable = [p for p in peers if p.is_usable and p.name not in request.failed_peers]
-    if not usable:
+    can_try = len(request.failed_peers) < rules.max_attempts
+    chances = usable if can_try else []
+    ways = _alternatives(request, chances, local, rules)
+    if is_told and ways:
+        terms["alternatives"] = {_name(way): way.facts() for way in ways}
+    if rules.mode == "adaptive" and request.forced_route is None and chances and _is_known(chances, local):
+        return _decided(_best(request, ways), "adaptive", terms)
+    wish, reason = _wish(request, usable, rules, terms if is_told else None)
+    if wish == "own":
+        return _own_side(ways, chances, local, reason, terms)
+    if not can_try:
+        return RouteDecision("local", "attempts_spent", is_fallback=True, terms=terms)
+    far = [p for p in usable if p.site == "remote"] or usable
+    if not far:
         why = "peer_failed" if request.failed_peers else "no_peer"
         return RouteDecision("local", why, is_fallback=True, terms=terms)
-    best = min(usable, key=lambda p: (p.num_queued_tokens, p.num_streams, p.name))
-    return RouteDecision("remote", reason, peer=best.name, terms=terms)
+    return _at_one_of(ways, far, reason, terms)
+
+
+def _facts(request: RequestView, peers: Sequence[PeerView], rules: Rules) -> dict[str, object]:
+    threshold = rules.threshold_tokens
+    return {
+        "mode": rules.mode,
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "uncached_tokens": request.num_uncached_tokens,
+        "threshold_tokens": "inf" if math.isinf(threshold) else threshold,
+        "inequality": _inequality(request.num_uncached_tokens, threshold),
+        "peers": {p.name: "usable" if p.is_usable else p.why_not for p in peers},
+        "failed_peers": list(request.failed_peers),
+    }
 
 
 def _inequality(uncached: int, threshold: float) -> str:
@@ -76,13 +107,93 @@ def _inequality(uncached: int, threshold: float) -> str:
     return f"{uncached} {sign} {threshold if math.isinf(threshold) or threshold % 1 else int(threshold)}"
 
 
-def _wish(request: RequestView, mode: Mode, threshold_tokens: float) -> tuple[Route, str]:
+def _alternatives(request: RequestView, peers: Sequence[PeerView], local: LocalView, rules: Rules) -> list[Alternative]:
+    """All that can be predicted."""
+    pricing = rules.pricing if rules.mode == "adaptive" else NO_PRICE
+    ways = [way for p in peers for way in peer_alternatives(request, p, local, pricing)]
+    if local.can_prefill and (here := local_alternative(request, local, pricing)) is not None:
+        ways.append(here)
+    return ways
+
+
+def _is_known(peers: Sequence[PeerView], local: LocalView) -> bool:
+    """Whether every alternative can be compared: before that `adaptive` decides as `threshold` does."""
+    return all(p.cost is not None for p in peers) and (local.cost is not None or not local.can_prefill)
+
+
+def _best(request: RequestView, ways: Sequence[Alternative]) -> Alternative:
+    """Of those that keep the request's SLO, or of all when none does, the least own time and delay of others."""
+    if request.ttft_slo_s is not None:
+        left_s = request.ttft_slo_s - request.waited_s
+        ways = [way for way in ways if way.ttft_s <= left_s] or ways
+    return min(ways, key=lambda way: (way.ttft_s + way.delay_s, _name(way)))
+
+
+def _name(way: Alternative) -> str:
+    return "local" if way.peer is None else f"{way.peer} (push)" if way.push_tokens else way.peer
+
+
+def _decided(way: Alternative, reason: str, terms: dict[str, object]) -> RouteDecision:
+    if terms:
+        terms["predicted_ttft_s"] = round(way.ttft_s, 3)
+    return RouteDecision(
+        way.route, reason, way.peer, push_tokens=way.push_tokens, predicted_ttft_s=way.ttft_s, terms=terms
+    )
+
+
+def _wish(
+    request: RequestView, usable: Sequence[PeerView], rules: Rules, terms: dict[str, object] | None
+) -> tuple[Literal["own", "remote"], str]:
+    """The side that the rule asks for."""
     if request.forced_route is not None:
-        return request.forced_route, "forced"
-    if mode == "local-only":
-        return "local", "local_only"
-    if mode == "remote-only":
+        return "own" if request.forced_route == "local" else "remote", "forced"
+    if rules.mode == "local-only":
+        return "own", "local_only"
+    if rules.mode == "remote-only":
         return "remote", "remote_only"
-    if request.num_uncached_tokens > threshold_tokens:
-        return "remote", "above_threshold"
-    return "local", "below_threshold"
+    uncached = request.num_uncached_tokens
+    far = [p for p in usable if p.site == "remote"]
+    if any(p.num_cached_tokens for p in far) and all(_is_abundant(p) for p in far):
+        # Bandwidth is there to use the longest cache, wherever it is (paper section 3.2, abundant branch).
+        longest = max(request.num_cached_tokens, *(p.num_cached_tokens for p in far))
+        uncached = request.num_cached_tokens + request.num_uncached_tokens - longest
+        if terms is not None:
+            terms |= {"bandwidth": "abundant", "inequality": _inequality(uncached, rules.threshold_tokens)}
+    return ("remote", "above_threshold") if uncached > rules.threshold_tokens else ("own", "below_threshold")
+
+
+def _is_abundant(peer: PeerView) -> bool:
+    return peer.capacity_bps > 0 and peer.goodput_bps < ABUNDANT * peer.capacity_bps
+
+
+def _own_side(
+    ways: Sequence[Alternative], peers: Sequence[PeerView], local: LocalView, reason: str, terms: dict[str, object]
+) -> RouteDecision:
+    """decoded itself, or the prefill nodes that stand beside it where there are any."""
+    beside = [p for p in peers if p.site == "own"] if reason != "forced" else []
+    if not beside:
+        return RouteDecision("local", reason, predicted_ttft_s=_ttft(ways, None), terms=terms)
+    names = {p.name for p in beside}
+    known = [way for way in ways if way.peer in names or way.peer is None]
+    if known and all(p.cost is not None for p in beside):
+        return _decided(_soonest(known), reason, terms)
+    return _at_one_of(ways, beside, reason, terms)
+
+
+def _at_one_of(
+    ways: Sequence[Alternative], peers: Sequence[PeerView], reason: str, terms: dict[str, object]
+) -> RouteDecision:
+    """The peer with the least predicted time, or the least queue where times are not known."""
+    if all(p.cost is not None for p in peers):
+        names = {p.name for p in peers}
+        return _decided(_soonest([way for way in ways if way.peer in names]), reason, terms)
+    best = min(peers, key=lambda p: (p.num_queued_tokens, p.num_streams, p.name))
+    return RouteDecision("remote", reason, best.name, predicted_ttft_s=_ttft(ways, best.name), terms=terms)
+
+
+def _soonest(ways: Sequence[Alternative]) -> Alternative:
+    return min(ways, key=lambda way: (way.ttft_s, _name(way)))
+
+
+def _ttft(ways: Sequence[Alternative], peer: str | None) -> float | None:
+    return next((way.ttft_s for way in ways if way.peer == peer), None)

@@ -1,27 +1,97 @@
-"""Frozen facts that policies look at. The daemons build them from live objects, the simulator from simulated ones."""
+"""Frozen facts that policies look at. The daemons build them from live objects, the simulator from simulated ones.
+
+Every fact is a plain number, string or another view, so that a decision can be written down as JSON and decided again
+(`record`, `replayed`). Facts that nobody knows have the default that changes no decision.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
+from common.policy.costs import PrefillCost
 from common.request import Route
+
+Site = Literal["own", "remote"]
 
 
 @dataclass(frozen=True, slots=True)
 class PeerView:
-    """One prefill peer as the router sees it."""
+    """One prefill peer as the router sees it, for one request.
+
+    Attributes:
+        num_queued_tokens: uncached prompt tokens ahead of a new request there, of `num_queued` requests.
+        queued_s: seconds until the peer could start a new request; None: from its tokens and its cost model.
+        cost: what computing takes there; None before it is known.
+        site: "own" stands beside decoded (PD-P in the paper's words), "remote" behind the slow path (PrfaaS).
+        num_cached_tokens: the longest point of this prompt at which the peer can continue.
+        chunk_tokens: of one step there; 0 when unknown.
+        capacity_bps, goodput_bps, confidence, retransmitted: the path to decoded; capacity 0 when unknown, the others
+            0 to 1 or bits per second as measured lately.
+        queued_bytes: encoded bytes on that path, or still to be computed, that come before those of a new request.
+        rtt_s: round trip.
+        codec_ratio, codec_s_per_byte: encoded by raw bytes; seconds per raw byte that are not hidden behind compute.
+        push_bytes: raw bytes that would let the peer continue where decoded can; 0: cannot be sent, or of no use.
+    """
 
     name: str
     is_usable: bool
     why_not: str = ""
     num_streams: int = 0
     num_queued_tokens: int = 0
+    num_queued: int = 0
+    queued_s: float | None = None
+    cost: PrefillCost | None = None
+    site: Site = "remote"
+    num_cached_tokens: int = 0
+    chunk_tokens: int = 0
+    capacity_bps: float = 0.0
+    goodput_bps: float = 0.0
+    confidence: float = 0.0
+    retransmitted: float = 0.0
+    queued_bytes: float = 0.0
+    rtt_s: float = 0.0
+    codec_ratio: float = 1.0
+    codec_s_per_byte: float = 0.0
+    push_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalView:
+    """decoded itself: what waits for local prefill, and what it would do to the running streams.
+
+    Attributes:
+        can_prefill: False where decoded only decodes (prefill nodes stand beside it) and local prefill is for fallback.
+        queued_s: seconds until a new prompt could start; None: from `num_queued_tokens` and the cost model.
+        cost: local prefill while nothing is decoded; None before it is known.
+        num_rows, step_s: the running batch and what one decode step takes.
+        mixed_slowdown: how many times as long local prefill takes beside running streams.
+        row_wait_s: until a finished prefill finds a free row in the batch, wherever it was computed.
+    """
+
+    can_prefill: bool = True
+    num_queued_tokens: int = 0
+    num_queued: int = 0
+    queued_s: float | None = None
+    cost: PrefillCost | None = None
+    num_rows: int = 0
+    step_s: float = 0.0
+    mixed_slowdown: float = 1.0
+    row_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
     """What routing needs to know of a request. `num_uncached_tokens` counts prompt tokens whose state must be computed
-    before the last prompt token, that is of [0, n-1).
+    before the last prompt token, that is of [0, n-1), when decoded does it with what it has cached.
+
+    Attributes:
+        num_cached_tokens: the longest point at which decoded itself can continue.
+        num_held_tokens: leading tokens whose rows decoded holds, so that they need not cross.
+        raw_bytes: state that would cross from a remote peer; `final_bytes` of it leave with the last chunk only.
+        ttft_slo_s: what the time to first token may be; None asks for nothing.
+        waited_s: what of it has passed already.
     """
 
     request_id: str
@@ -30,6 +100,12 @@ class RequestView:
     wants_prompt_logprobs: bool = False
     forced_route: Route | None = None
     failed_peers: tuple[str, ...] = ()
+    num_cached_tokens: int = 0
+    num_held_tokens: int = 0
+    raw_bytes: int = 0
+    final_bytes: int = 0
+    ttft_slo_s: float | None = None
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +142,31 @@ class Demand:
     deadline_s: float | None = None
     deadline_setting: str = ""
     waited_s: float = 0.0
+
+
+def record(request: RequestView, peers: Sequence[PeerView], local: LocalView) -> dict[str, Any]:
+    """The facts of one decision as JSON can hold them."""
+    return {"request": asdict(request), "peers": [asdict(p) for p in peers], "local": asdict(local)}
+
+
+def replayed(facts: Mapping[str, Any]) -> tuple[RequestView, list[PeerView], LocalView]:
+    """What `record` wrote down.
+
+    Raises:
+        ValueError: a part or a field is missing, or not one of ours.
+    """
+    try:
+        request = dict(facts["request"])
+        request["failed_peers"] = tuple(request.get("failed_peers", ()))
+        peers = [PeerView(**_with_cost(PeerView, p)) for p in facts["peers"]]
+        return RequestView(**request), peers, LocalView(**_with_cost(LocalView, facts["local"]))
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"not a recorded decision: {e}") from e
+
+
+def _with_cost(kind: type[PeerView] | type[LocalView], told: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = set(told) - {f.name for f in fields(kind)}
+    if unknown:
+        raise ValueError(f"not a recorded decision: {kind.__name__} has no {', '.join(sorted(unknown))}")
+    cost = told.get("cost")
+    return {**told, "cost": None if cost is None else PrefillCost(**cost)}

@@ -3,8 +3,8 @@
 Each group of an entry has its bytes, and each group its own limit. What goes is what saves the least computing per byte
 and was not used for longest: GreedyDual-Size with frequency (Cherkasova, "Improving WWW Proxies Performance with
 Greedy-Dual-Size-Frequency Caching Policy", HP Labs 1998), by the logarithm of the uses, since those of a chat that is
-over say little. Rows that others build on stay as long as those do, so a path is given up from its end. Operations take
-logarithmic time. Pure; owned by PrefixCache.
+over say little. Rows that others build on stay as long as those do, so a path is given up from its end. Every operation
+costs a logarithm. Pure; owned by PrefixCache.
 """
 
 from __future__ import annotations

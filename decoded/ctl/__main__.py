@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         explain,
         link,
         peers,
+        plan,
         reload,
         requests,
         resume,
@@ -29,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         wait,
     )
 
-    modules = (status, peers, requests, explain, threshold, codec, link, config, drain, resume, reload, wait, version)
+    modules = (
+        status, peers, requests, explain, threshold, plan, codec, link, config, drain, resume, reload, wait, version,
+    )  # fmt: skip
     text = "Talk to a running decoded over its control socket."
     return run_ctl("decodectl", "decoded", text, [m.VERB for m in modules], argv)
 

@@ -151,6 +151,7 @@ class Prefill:
     report = SimpleNamespace(
         wire_bytes=1,
         pushed_bytes=0,
+        codecs={},
         raw_bytes=1,
         codec="raw",
         accepted_at=0.0,

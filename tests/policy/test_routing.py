@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from common.policy.routing import RouteDecision, decide
-from common.policy.views import PeerView, RequestView
+from common.policy.routing import RouteDecision, Rules, decide
+from common.policy.views import LocalView, PeerView, RequestView
 
 UP = PeerView("p1", True)
 DOWN = PeerView("p2", False, "connecting")
@@ -11,7 +11,7 @@ DOWN = PeerView("p2", False, "connecting")
 
 def route(uncached: int = 2000, peers=(UP,), threshold=1000.0, mode="threshold", attempts=2, **kw) -> RouteDecision:
     view = RequestView("r", uncached + 1, uncached, **kw)
-    return decide(view, peers, mode=mode, threshold_tokens=threshold, max_attempts=attempts)
+    return decide(view, peers, LocalView(), Rules(mode, threshold, attempts))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,96 @@
+"""Readers of public traces: lengths, blocks and instants of real requests.
+
+Mooncake (FAST 2025): JSON lines with `timestamp` in ms, `input_length`, `output_length` and `hash_ids`, the chained ids
+of blocks of 512 tokens. Azure LLM inference (2023): CSV with TIMESTAMP, ContextTokens, GeneratedTokens. Called by
+plan.py.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.sim.workload import BLOCK_TOKENS, Shape, SimRequest
+
+_SECONDS = (3600.0, 60.0, 1.0)
+_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order they came; `instants` are seconds from the first."""
+
+    shapes: tuple[Shape, ...]
+    instants: tuple[float, ...]
+
+    def requests(self, speed: float = 1.0) -> list[SimRequest]:
+        """As they came, `speed` times as fast."""
+        return [
+            SimRequest(n, at / speed, s.num_prompt, s.num_output, s.blocks)
+            for n, (at, s) in enumerate(zip(self.instants, self.shapes, strict=True))
+        ]
+
+
+def read_trace(path: Path) -> Trace:
+    """Either format, by its first character.
+
+    Raises:
+        ValueError: naming line and field.
+        OSError: it cannot be read.
+    """
+    with path.open(encoding="utf-8", newline="") as file:
+        is_json = file.read(1) == "{"
+        file.seek(0)
+        rows = list(_mooncake(file) if is_json else _azure(file))
+    if not rows:
+        raise ValueError(f"{path}: no request in it")
+    rows.sort(key=lambda row: row[0])
+    first = rows[0][0]
+    return Trace(tuple(shape for _, shape in rows), tuple(at - first for at, _ in rows))
+
+
+def _mooncake(lines: Iterable[str]) -> Iterator[tuple[float, Shape]]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            prompt = _positive(row["input_length"], "input_length")
+            # A trailing id may stand for a part of a block; only whole ones can be shared here.
+            blocks = tuple(int(b) for b in row["hash_ids"][: prompt // BLOCK_TOKENS])
+            yield float(row["timestamp"]) / 1000, Shape(prompt, _output(row["output_length"]), blocks)
+        except (ValueError, KeyError, TypeError) as e:
+            raise ValueError(f"line {number} is not a request of a Mooncake trace: {e!r}") from e
+
+
+def _azure(lines: Iterable[str]) -> Iterator[tuple[float, Shape]]:
+    reader = csv.DictReader(lines)
+    if missing := [c for c in _COLUMNS if c not in (reader.fieldnames or ())]:
+        raise ValueError(f"neither a Mooncake nor an Azure trace: no column {', '.join(missing)}")
+    days: list[str] = []
+    for number, row in enumerate(reader, 2):
+        try:
+            day, _, clock = row["TIMESTAMP"].partition(" ")
+            # Midnights count in the order they come: the trace spans hours, so no calendar is needed.
+            if not days or days[-1] != day:
+                days.append(day)
+            seconds = sum(float(part) * unit for part, unit in zip(clock.split(":"), _SECONDS, strict=True))
+            prompt = _positive(row["ContextTokens"], "ContextTokens")
+            yield 86400.0 * len(days) + seconds, Shape(prompt, _output(row["GeneratedTokens"]))
+        except (ValueError, TypeError) as e:
+            raise ValueError(f"line {number} is not a request of an Azure trace: {e}") from e
+
+
+def _positive(value: object, name: str) -> int:
+    tokens = int(str(value))
+    if tokens < 1:
+        raise ValueError(f"{name} must be 1 or more, not {tokens}")
+    return tokens
+
+
+def _output(value: object) -> int:
+    """Requests that were cut off before their first token count as one token: their prompt was computed."""
+    return max(1, int(str(value)))

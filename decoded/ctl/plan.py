@@ -1,0 +1,82 @@
+"""`decodectl plan`"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from common.ctl import Context, Verb
+from common.ctl_render import table
+from common.errors import EXIT_USAGE
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("scenario", nargs="?", metavar="FILE", help="JSON: nodes, model, link, workload, SLO")
+    source.add_argument("--example", choices=["paper"], help="the paper's case study instead of a file")
+    parser.add_argument("--print-scenario", action="store_true", help="print the example as a file to start from")
+    parser.add_argument("--no-simulation", action="store_true", help="closed form only; at once")
+    parser.add_argument("--html", metavar="FILE", help="write a page with charts too")
+
+
+def _run(context: Context) -> int:
+    args = context.args
+    from common.sim import plan as planner
+    from common.sim.scenario import EXAMPLES, scenario
+
+    try:
+        data: Any = EXAMPLES[args.example] if args.example else json.loads(Path(args.scenario).read_text("utf-8"))
+        if not isinstance(data, dict):
+            raise ValueError(f"a scenario is a JSON object, not {type(data).__name__}")
+        if args.print_scenario:
+            sys.stdout.write(json.dumps(data, indent=2) + "\n")
+            return 0
+        question = scenario(data, Path(args.scenario).parent if args.scenario else Path())
+        answer = planner.plan(question, simulates=not args.no_simulation)
+        if args.html:
+            Path(args.html).write_text(planner.html(question, answer), "utf-8")
+    except (OSError, ValueError) as e:
+        sys.stderr.write(f"{context.prog} plan: {e}\n")
+        return EXIT_USAGE
+    return context.show(answer, plan_text(planner.table(answer), answer))
+
+
+def plan_text(lines: tuple[list[str], list[list[str]]], answer: dict[str, Any]) -> str:
+    """The table, the duty of each stage, and whether it pays."""
+    header, rows = lines
+    told = answer["closed_form"]["prfaas"]
+    advice = answer["advice"]
+    duty = ", ".join(f"{name} {part:.0%}" for name, part in told["duty"].items())
+    parts = [
+        table([{name or "way": cell for name, cell in zip(header, row, strict=True)} for row in rows]),
+        "TTFT in seconds: bare prefill in the closed forms; with waiting and transfer, at arrivals.load, simulated.",
+        f"duty at saturation: {duty}; the bottleneck is {told['bottleneck']}",
+    ]
+    for way, one in answer.get("saturation", {}).items():
+        parts.append(
+            f"saturation, {way}: simulated {one['simulated_rps']:.3f}, E[T(L)] {one['closed_form_mean_rps']:.3f} req/s"
+            f" ({one['difference']:+.1%})"
+        )
+    quicker = advice["quicker_remote_from_tokens"]
+    parts.append(
+        f"a remote site {'pays' if advice['pays'] else 'does not pay: ' + advice['why_not']}; throughput"
+        f" {advice['gain_over_homogeneous']:+.0%} over the homogeneous nodes, {advice['gain_at_equal_cost']:+.0%} over"
+        f" {advice['equal_cost_nodes']} own nodes of the same cost;"
+        + (f" quicker from {quicker} tokens on" if quicker is not None else " never quicker")
+    )
+    return "\n".join(parts)
+
+
+VERB = Verb(
+    "plan",
+    "threshold, roles and times to expect, from profiles and a workload",
+    "Solve the paper's equations for a scenario and simulate it with the router that decoded runs: threshold, split\n"
+    "of nodes between prefill and decode, throughput, times, goodput, egress, duty of each stage, and when a remote\n"
+    "site does not pay. No daemon is needed. `decodectl plan --example paper --print-scenario` shows the format.",
+    _run,
+    _arguments,
+    False,
+)

@@ -1,0 +1,111 @@
+"""`decodectl plan`: the shipped example, its promises, and clear errors."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from common.sim.plan import html, plan, quicker_from
+from common.sim.scenario import PAPER, scenario
+from decoded.ctl.__main__ import main
+
+KEYS = {"throughput_rps", "threshold_tokens", "num_prefill", "num_decode", "ttft_mean_s", "ttft_p90_s", "egress_bps"}
+
+
+@pytest.fixture(scope="module")
+def answer():
+    data = PAPER | {"arrivals": PAPER["arrivals"] | {"num_requests": 3000}}
+    return plan(scenario(data))
+
+
+def test_every_way_has_every_key(answer):
+    for way in ("prfaas", "homogeneous", "naive"):
+        assert set(answer["closed_form"][way]) >= KEYS
+        assert set(answer["simulated"][way]) >= KEYS | {"ttft_p50_s", "ttft_p99_s", "goodput_rps"}
+
+
+def test_simulated_saturation_is_the_closed_form(answer):
+    for way in ("prfaas", "homogeneous", "naive"):
+        assert abs(answer["saturation"][way]["difference"]) < 0.05, way
+
+
+def test_waiting_shows_in_simulated_times(answer):
+    """The closed form's times are bare prefill."""
+    for way in ("prfaas", "homogeneous", "naive"):
+        assert answer["simulated"][way]["ttft_mean_s"] > 1.1 * answer["closed_form"][way]["ttft_mean_s"]
+
+
+def test_the_answer_is_json(answer):
+    assert not {"Infinity", "NaN"} & set(json.dumps(answer).split())
+    json.dumps(answer, allow_nan=False)
+
+
+def test_equal_cost_gain_is_the_papers(answer):
+    """One H200 as dear as two H20: about +15 % in the paper."""
+    assert answer["advice"]["equal_cost_nodes"] == 16
+    assert answer["advice"]["pays"]
+    assert answer["advice"]["gain_at_equal_cost"] == pytest.approx(0.15, abs=0.04)
+
+
+def test_a_thin_link_does_not_pay():
+    data = PAPER | {"link": {"rate": "10Mbit/s", "rtt": "10ms"}}
+    question = scenario(data)
+    told = plan(question, simulates=False)["advice"]
+    assert not told["pays"]
+    assert told["why_not"]
+    assert quicker_from(question) is None
+
+
+def test_page_stands_alone(answer):
+    text = html(scenario(PAPER), answer)
+    assert text.count("<svg") == 3
+    assert "<script" not in text
+    assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_example_runs_without_a_daemon(capsys, tmp_path):
+    page = tmp_path / "plan.html"
+    assert main(["plan", "--example", "paper", "--no-simulation", "--json", "--html", str(page)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["closed_form"]["prfaas"]["num_prefill"] == 3
+    assert "<svg" in page.read_text()
+
+
+def test_printed_example_is_a_scenario(capsys, tmp_path):
+    assert main(["plan", "--example", "paper", "--print-scenario"]) == 0
+    file = tmp_path / "mine.json"
+    file.write_text(capsys.readouterr().out)
+    assert main(["plan", str(file), "--no-simulation"]) == 0
+    assert "3/5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_own": 1}, "plan.num_own must be a whole number >= 2"),
+        ({"link": {"rate": "fast"}}, "link.rate: 'fast' is not a rate"),
+        ({"remote": {"name": "x"}}, "profile 'x': prefill must be a table"),
+        ({"own": {"name": "y", "prefill": {"constant_s": 1, "per_token_s": 1}}}, "own.decode is missing"),
+        ({"workload": {"kind": "dreams"}}, "workload.kind must be"),
+        ({"remote": {"name": "x", "prefill": {"points": [[1, 2]]}}}, "prefill.points: a curve needs two points"),
+    ],
+)
+def test_wrong_scenarios_are_named(capsys, tmp_path, change, message):
+    file = tmp_path / "wrong.json"
+    file.write_text(json.dumps(PAPER | change))
+    assert main(["plan", str(file)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_trace_is_read_beside_its_scenario(tmp_path):
+    lines = [
+        {"timestamp": n * 1000, "input_length": 600 + n, "output_length": 5, "hash_ids": [0, n + 1]} for n in range(120)
+    ]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    data = PAPER | {"workload": {"kind": "trace", "path": "t.jsonl"}, "cache_tokens": 100_000}
+    question = scenario(data | {"arrivals": {"num_requests": 120}}, tmp_path)
+    # All but the first find the shared first block.
+    assert question.lengths.mean == pytest.approx((599 + sum(599 + n - 512 for n in range(1, 120))) / 120)
+    assert not math.isnan(plan(question, simulates=False)["closed_form"]["prfaas"]["throughput_rps"])

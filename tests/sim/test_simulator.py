@@ -1,0 +1,302 @@
+"""The simulator against what can be computed by hand: queues, shared links, closed-form decode, caches, traces."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from common.policy.costs import DecodeCost, StateSize
+from common.policy.profile import NodeProfile, Polynomial
+from common.policy.routing import Rules
+from common.policy.views import record, replayed
+from common.sim.caches import BlockCache
+from common.sim.cluster import Cluster, Deployment
+from common.sim.links import Link, tcp_bps
+from common.sim.loop import Loop
+from common.sim.nodes import DecodeNode
+from common.sim.report import Slo, goodput_rps
+from common.sim.traces import read_trace
+from common.sim.workload import Shape, SimRequest, arrive, gaps, log_normal, retrieval, sessions
+
+PREFILL = Polynomial(0.1, 1e-3)
+OWN = NodeProfile("own", PREFILL, DecodeCost(0.02), 4)
+FAST = NodeProfile("fast", Polynomial(0.05, 2e-4))
+
+
+def site(**changed) -> Deployment:
+    facts = {"num_remote": 1, "num_prefill": 1, "num_decode": 1, "egress_bps": 8e6, "rtt_s": 0.1}
+    return Deployment(FAST, OWN, StateSize(1000, 100), **(facts | changed))
+
+
+def one(num_prompt: int, at: float = 0.0, number: int = 0, num_output: int = 10, blocks=()) -> SimRequest:
+    return SimRequest(number, at, num_prompt, num_output, blocks)
+
+
+def run(requests, mode="threshold", threshold=500.0, **changed):
+    cluster = Cluster(site(**changed), Rules(mode, threshold, 2))
+    return cluster, {r.number: r for r in cluster.run(requests)}
+
+
+def test_lone_short_request_takes_what_its_node_takes():
+    _, done = run([one(101)])
+    assert done[0].place == "own"
+    assert done[0].ttft_s == pytest.approx(PREFILL(100) + 0.02)
+    assert done[0].done_at == pytest.approx(PREFILL(100) + 10 * 0.02)
+
+
+def test_lone_long_request_waits_for_the_slower_of_compute_and_link():
+    _, done = run([one(1001)])
+    bytes_s = (1000 + 100 * 1000) * 8 / 8e6
+    assert done[0].place == "remote"
+    assert done[0].ttft_s == pytest.approx(max(0.05 + 0.2, bytes_s) + 0.1 + 0.02)
+    _, done = run([one(1001)], egress_bps=8e9)
+    assert done[0].ttft_s == pytest.approx(0.25 + 0.1 + 0.02)
+
+
+def test_requests_wait_for_each_other_at_a_node():
+    _, done = run([one(101, number=0), one(101, number=1)])
+    assert done[1].ttft_s - done[0].ttft_s == pytest.approx(PREFILL(100))
+
+
+def test_prediction_is_exact_where_the_router_knows_all():
+    cluster, done = run([one(101 + n, at=0.05 * n, number=n) for n in range(20)], mode="adaptive")
+    assert {r.place for r in done.values()} == {"own", "remote"}
+    own = [r for r in done.values() if r.place == "own" and r.number < 3]
+    assert all(r.predicted_ttft_s == pytest.approx(r.ttft_s, abs=0.021) for r in own)
+    assert cluster._promised_bytes == pytest.approx(0.0, abs=1.0)
+
+
+def test_link_is_shared_evenly_and_follows_its_rate():
+    loop, ends = Loop(), {}
+    link = Link(loop, 800.0, changes=[(2.0, 400.0)])
+    link.send(100, lambda: ends.setdefault("a", loop.now))
+    link.send(200, lambda: ends.setdefault("b", loop.now))
+    loop.run()
+    # 50 bytes/s each until 2 s, when the first is done; then 50 bytes/s for the other's 100 left.
+    assert ends == {"a": pytest.approx(2.0), "b": pytest.approx(4.0)}
+    assert link.busy_s == pytest.approx(4.0)
+
+
+def test_link_carries_all_bytes_whatever_comes_when():
+    rng = np.random.default_rng(3)
+    loop, ends = Loop(), []
+    link = Link(loop, 8000.0)
+    sizes = rng.integers(1, 5000, 200)
+    for at, size in zip(np.sort(rng.uniform(0, 20, 200)), sizes, strict=True):
+        loop.at(float(at), link.send, float(size), lambda: ends.append(loop.now))
+    loop.run()
+    assert len(ends) == 200
+    assert link.busy_s == pytest.approx(sizes.sum() / 1000)
+
+
+@pytest.mark.parametrize("cost", [DecodeCost(0.02), DecodeCost(0.01, 0.002), DecodeCost(0.01, 0.001, 1e-5)])
+def test_closed_form_decode_equals_step_by_step(cost):
+    """Random joins; the reference advances one token at a time, and joins wait there for the end of a step."""
+    rng = np.random.default_rng(5)
+    joins = [(float(t), int(p), int(o)) for t, p, o in zip(
+        np.sort(rng.uniform(0, 5, 12)), rng.integers(10, 3000, 12), rng.integers(20, 200, 12), strict=True
+    )]  # fmt: skip
+    loop, done = Loop(), {}
+    node = DecodeNode(loop, cost, 20, lambda r: done.setdefault(r.number, r.done_at or loop.now))
+    for n, (at, prompt, output) in enumerate(joins):
+        loop.at(at, node.join, one(prompt, number=n, num_output=output))
+    loop.run()
+    expected = step_by_step(cost, joins)
+    for n, when in expected.items():
+        assert done[n] == pytest.approx(when, abs=4 * cost.step_s(12, 12 * 3200)), n
+
+
+def step_by_step(cost, joins):
+    now, rows, left, done = 0.0, {}, list(enumerate(joins)), {}
+    while rows or left:
+        while left and left[0][1][0] <= now:
+            n, (_, prompt, output) = left.pop(0)
+            rows[n] = [prompt, output]
+        if not rows:
+            now = left[0][1][0]
+            continue
+        now += cost.step_s(len(rows), sum(r[0] for r in rows.values()))
+        for n in list(rows):
+            rows[n] = [rows[n][0] + 1, rows[n][1] - 1]
+            if not rows[n][1]:
+                done[n] = now
+                del rows[n]
+    return done
+
+
+def test_rows_that_find_no_room_wait():
+    _, done = run([one(11, number=n, num_output=50) for n in range(6)], num_prefill=6)
+    firsts = sorted(r.first_token_at for r in done.values())
+    assert firsts[4] - firsts[3] > 0.9
+
+
+def test_local_prefill_slows_running_rows():
+    free = run([one(11, num_output=100)], does_local_prefill=True, num_remote=0, num_prefill=0)[1]
+    two = [one(11, num_output=100), one(2001, at=0.2, number=1)]
+    busy = run(two, does_local_prefill=True, num_remote=0, num_prefill=0)[1]
+    assert busy[0].place == busy[1].place == "local"
+    assert busy[0].done_at > free[0].done_at + 1.0
+    assert busy[1].ttft_s > PREFILL(2000)
+
+
+def test_only_what_is_lacking_is_computed_and_sent():
+    blocks = (1, 2, 3)
+    first, again = one(1537, blocks=blocks), one(1700, at=10.0, number=1, blocks=(*blocks, 4))
+    cluster, done = run([first, again], cache_tokens=(1e6, 1e6))
+    assert cluster.link.num_bytes == pytest.approx(1000 + 100 * 1536)  # the second had 1536 of 1699 tokens at home
+    assert (done[1].place, done[1].num_computed) == ("own", 1699 - 1536)
+
+
+def test_full_hit_skips_prefill():
+    requests = [one(1025, blocks=(1, 2)), one(1025, at=10.0, number=1, blocks=(1, 2))]
+    _, done = run(requests, cache_tokens=(1e6, 1e6))
+    assert (done[1].place, done[1].ttft_s) == ("none", pytest.approx(0.02))
+
+
+@pytest.mark.parametrize(("egress_bps", "is_pushed"), [(8e9, True), (4e5, False)])
+def test_prefix_is_pushed_where_that_saves_time(egress_bps, is_pushed):
+    """decoded holds four blocks that its own node computed; the remote node has nothing."""
+    blocks = tuple(range(20))
+    requests = [one(2100, blocks=blocks[:4]), one(10_300, at=20.0, number=1, blocks=blocks)]
+    cluster, done = run(requests, threshold=5000.0, egress_bps=egress_bps, cache_tokens=(1e6, 1e6))
+    assert (done[0].place, done[1].place) == ("own", "remote")
+    assert cluster.uplink.num_bytes == (1000 + 100 * 2048 if is_pushed else 0)
+    assert done[1].num_held == 2048
+
+
+def test_cache_forgets_ends_before_beginnings():
+    cache = BlockCache(3 * 512, 512)
+    cache.add((1, 2, 3))
+    cache.add((1, 9))
+    assert cache.match((1, 2, 3)) == 1024
+    assert cache.match((1, 9)) == 1024
+    assert BlockCache(0, 512).match((1,)) == 0
+
+
+def test_same_seed_same_run():
+    def once():
+        rng = np.random.default_rng(7)
+        requests = arrive(log_normal(300, rng, mu=6.0, low=10, high=3000, num_output=20), 3.0, rng, cv=3)
+        _, done = run(requests, mode="adaptive")
+        return [(r.number, r.place, r.ttft_s) for r in done.values()]
+
+    assert once() == once()
+
+
+def test_recorded_decisions_replay():
+    """What the simulator's router saw, written down as JSON would have it, is decided the same way again."""
+    import json
+
+    from common.policy.routing import decide
+
+    seen = []
+    cluster = Cluster(
+        site(), Rules("adaptive", 500.0, 2), ttft_slo=lambda n: 2.0, on_decision=lambda *facts: seen.append(facts)
+    )
+    rng = np.random.default_rng(7)
+    cluster.run(arrive(log_normal(200, rng, mu=6.0, low=10, high=3000, num_output=20), 4.0, rng))
+    assert len({d.peer for *_, d in seen}) == 2
+    for view, peers, local, decision in seen:
+        facts = json.loads(json.dumps(record(view, peers, local)))
+        assert decide(*replayed(facts), cluster.rules) == decision
+
+
+def test_arrivals_have_rate_and_variation():
+    rng = np.random.default_rng(1)
+    for cv in (1.0, 3.0):
+        drawn = gaps(200_000, rng, cv=cv)
+        assert drawn.mean() == pytest.approx(1.0, abs=0.03)
+        assert drawn.std() == pytest.approx(cv, rel=0.05)
+    made = arrive([Shape(10, 1)] * 20_000, 10.0, rng, swing=0.8, period_s=400.0)
+    phase = np.array([r.arrived_at for r in made if r.arrived_at < 1600.0]) % 400.0
+    high, low = (phase < 200).sum(), (phase >= 200).sum()
+    assert high / low == pytest.approx((1 + 1.6 / np.pi) / (1 - 1.6 / np.pi), rel=0.1)
+
+
+def test_sessions_extend_their_prompts_and_wait_for_answers():
+    rng = np.random.default_rng(2)
+    shapes = sessions(64, rng)
+    for shape in shapes:
+        if shape.follows >= 0:
+            before = shapes[shape.follows]
+            assert shape.blocks[: len(before.blocks)] == before.blocks
+            assert shape.num_prompt > before.num_prompt + before.num_output
+    firsts = arrive(shapes, 1.0, rng)
+    assert len(firsts) == 8
+    cluster = Cluster(site(egress_bps=8e9, cache_tokens=(1e6, 1e6)), Rules("threshold", 4000.0, 2))
+    done = {r.number: r for r in cluster.run(firsts)}
+    assert len(done) == 64
+    for n, shape in enumerate(shapes):
+        if shape.follows >= 0:
+            assert done[n].arrived_at >= done[shape.follows].done_at
+            assert done[n].num_computed < shape.num_prompt - shapes[shape.follows].num_prompt + 512
+
+
+def test_documents_are_shared_only_up_to_the_first_difference():
+    shapes = retrieval(300, np.random.default_rng(3), num_documents=20)
+    assert all(s.blocks[0] == shapes[0].blocks[0] for s in shapes)
+    shared = [
+        sum(1 for _ in itertools.takewhile(lambda p: p[0] == p[1], zip(a.blocks, b.blocks, strict=False)))
+        for a, b in itertools.pairwise(shapes)
+    ]
+    assert min(shared) >= 1
+    assert len(set(shapes[0].blocks)) == len(shapes[0].blocks)
+
+
+def test_goodput_counts_what_met_both_bounds():
+    requests = [one(10, at=float(n), number=n) for n in range(3)]
+    for r, (first, done) in zip(requests, ((0.5, 0.9), (3.0, 3.4), (2.5, 9.0)), strict=True):
+        r.first_token_at, r.done_at = first, done
+    assert goodput_rps(requests, Slo(lambda n: 1.0, 0.05)) == pytest.approx(1 / 2)
+
+
+def test_loss_bounds_tcp():
+    assert tcp_bps(1e9, 0.03, 0.0) == 1e9
+    assert tcp_bps(1e9, 0.03, 0.01, num_links=1) == pytest.approx(8 * 1448 / 0.03 * 150**0.5)
+
+
+def test_traces_of_both_kinds(tmp_path):
+    mooncake, azure = tmp_path / "m.jsonl", tmp_path / "a.csv"
+    mooncake.write_text(
+        '{"timestamp": 2000, "input_length": 1100, "output_length": 3, "hash_ids": [0, 1, 2]}\n'
+        '{"timestamp": 500, "input_length": 30, "output_length": 0, "hash_ids": [7]}\n'
+    )
+    azure.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 23:59:59.5000000,100,10\n2023-11-17 00:00:01.0000000,200,20\n"
+    )
+    trace = read_trace(mooncake)
+    assert trace.instants == (0.0, 1.5)
+    assert trace.shapes == (Shape(30, 1, ()), Shape(1100, 3, (0, 1)))
+    trace = read_trace(azure)
+    assert trace.instants == pytest.approx((0.0, 1.5))
+    assert [r.arrived_at for r in trace.requests(speed=2.0)] == pytest.approx([0.0, 0.75])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"timestamp": 0}\n', "line 1 is not a request of a Mooncake trace"),
+        ("a,b\n1,2\n", "no column TIMESTAMP"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 1:2:3,0,1\n", "ContextTokens must be 1 or more"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no request in it"),
+    ],
+)
+def test_broken_traces_are_named(tmp_path, text, message):
+    (tmp_path / "t").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_trace(tmp_path / "t")
+
+
+@pytest.mark.slow
+def test_two_thousand_requests_a_second(paper_speed_seconds=None):
+    """Of wall time, with the adaptive router; on a quiet core it is several times that."""
+    import time
+
+    rng = np.random.default_rng(1)
+    requests = arrive(log_normal(4000, rng, mu=6.0, low=10, high=3000, num_output=20), 3.0, rng)
+    started = time.process_time()
+    run(requests, mode="adaptive")
+    assert 4000 / (time.process_time() - started) > 2000
