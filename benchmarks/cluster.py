@@ -23,6 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+WITH_CACHE: dict[str, dict[str, Any]] = {"cache": {"rows_bytes": 1 << 30}}
+"""For `decoded` and `prefilld` of a cluster."""
+
 
 def prfaas_home() -> Path:
     """Where imported models live."""
@@ -241,6 +244,8 @@ def _common(folder: Path, name: str, model: Path | None, cpus: Sequence[int]) ->
         "node": {"name": name, "state_dir": str(folder / f"{name}.state")},
         "model": {"path": str(model or "")},
         "engine": {"threads": len(cpus), "cpus": list(cpus)},
+        # Tests and benchmarks repeat prompts, and mean to have them computed.
+        "cache": {"rows_bytes": 0},
         "control": {"socket": str(folder / f"{name}.sock")},
         "log": {"level": "info"},
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cli import make_parser
-from benchmarks.cluster import Cluster, prfaas_home, running_cluster
+from benchmarks.cluster import WITH_CACHE, Cluster, prfaas_home, running_cluster
 from common.request import Timing
 
 _SHORT = "In one sentence, why is the sky blue?"
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     _say(f"starting prefilld and decoded with {args.model.name}")
     started = time.monotonic()
-    with running_cluster(args.model) as cluster:
+    with running_cluster(args.model, decoded=WITH_CACHE, prefilld=WITH_CACHE) as cluster:
         _say(f"both ready after {time.monotonic() - started:.1f} s; HTTP at {cluster.url}")
         routes = [
             ask(cluster, "short prompt", _SHORT, args.max_tokens),

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from common.config_cache import CacheConfig
 from common.config_load import load_file as load
 from common.config_load import parse_text
 from common.config_machine import (
@@ -77,7 +78,8 @@ class NodeConfig(Section):
     )
     state_dir: FilePath = key(
         None,
-        'Directory for what outlives a restart: reports of `decodectl codec check`. "" is the directory systemd made.',
+        "Directory for what outlives a restart: reports of `decodectl codec check`, the prefix cache's files."
+        ' "" is the directory systemd made.',
     )
 
 
@@ -285,6 +287,7 @@ class SharedConfig(RootSection):
     security: SecurityConfig = SecurityConfig()
     links: LinksConfig = LinksConfig()
     stream: StreamConfig = StreamConfig()
+    cache: CacheConfig = CacheConfig()
     control: ControlConfig = ControlConfig()
     log: LogConfig = LogConfig()
     drain: DrainConfig = DrainConfig()
@@ -294,6 +297,7 @@ class SharedConfig(RootSection):
     def check(self) -> Iterator[Problem]:
         yield from _check_engine(self)
         yield from _check_transfer(self)
+        yield from self.cache.check_disk(self.node.state_dir)
         yield from self.security.check()
 
     def check_environment(self, when: When) -> Iterator[Problem]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 Handler = Callable[[dict[str, Any]], Awaitable[Any]]
-READ_ONLY = ("status", "peers", "requests", "version")
+READ_ONLY = ("status", "peers", "requests", "cache", "version")
 
 log = logging.getLogger(__name__)
 

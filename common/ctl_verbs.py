@@ -10,6 +10,7 @@ from typing import Any
 
 from common.control_client import Refused
 from common.ctl import Context, Verb
+from common.ctl_render import pairs
 from common.ctl_views import peers_text, refusal_text, reload_text, state_text, status_text
 from common.errors import EXIT_OK, EXIT_RUNTIME, ControlError
 from common.units import parse_duration
@@ -73,6 +74,28 @@ def config(daemon: str) -> Verb:
         "It differs from the file when the file was edited and not yet, or not successfully, reloaded."
     )
     return Verb("config", "configuration in use", text, run)
+
+
+def cache(daemon: str) -> Verb:
+    """The prefix cache."""
+
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", title="actions")
+        for name, text in (("stats", "what is kept, found and given up"), ("clear", "forget everything, on disk too")):
+            action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+            action.add_argument(
+                "--json", action="store_true", default=argparse.SUPPRESS, help="print the reply as JSON"
+            )
+
+    def run(context: Context) -> int:
+        data = context.call("cache" if context.args.action == "stats" else "cache_clear")
+        return context.show(data, None if context.args.json else "\n".join(pairs(data)))
+
+    text = (
+        f"The prefix cache of {daemon}: state of past prompts and answers, from which prompts that begin alike go on.\n"
+        "Tokens that were looked up count up to the last one of each prompt, which is always computed."
+    )
+    return Verb("cache", "the prefix cache: stats, clear", text, run, arguments)
 
 
 def version(daemon: str) -> Verb:

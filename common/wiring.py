@@ -6,12 +6,15 @@ engine's factory, on the engine's thread.
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import secrets
 import socket
 from typing import TYPE_CHECKING
 
 from common.certificates import check_cas, check_key, read_certificate, validity_problem
 from common.config import SharedConfig, read_key
+from common.disk_parts import PartFiles
 from common.errors import ConfigError, StartupError
 from common.fake import FakeExecutor, FakeOptions
 from common.layout import ModelInfo
@@ -19,12 +22,16 @@ from common.local_backend import LocalBackend
 from common.net.options import LinkOptions, LocalEnd, Role, Security
 from common.net.tls import CertificateFacts, TlsEnd
 from common.sched.executor import Executor
+from common.sched.prefix_index import ROWS, STATE, WINDOW
+from common.state_cache import StateCache
+from common.state_parts import group_layouts
 from common.trace import TraceWriter
 from common.worker import WorkerOptions
 
 if TYPE_CHECKING:
     from common.engine.runner import Runner
 
+log = logging.getLogger(__name__)
 RELOADABLE_SECURITY = tuple(
     f"security.{name}"
     for name in ("key_file", "previous_key_file", "cert_file", "cert_key_file", "ca_file", "allowed_names")
@@ -45,7 +52,29 @@ def make_backend(
         segment_bytes=engine.segment_bytes,
         cpus=tuple(engine.cpus),
     )
-    return LocalBackend(lambda: _make_executor(config), options)
+    return LocalBackend(lambda: _make_executor(config), options, lambda info: make_cache(config, info))
+
+
+def make_cache(config: SharedConfig, info: ModelInfo) -> StateCache | None:
+    """The prefix cache that the configuration asks for; None where nothing could ever be found in it."""
+    cache = config.cache
+    limits = {ROWS: cache.rows_bytes, WINDOW: cache.window_bytes, STATE: cache.recurrent_bytes}
+    used = {group: limits[group] for group in group_layouts(info.layout)}
+    if not cache.rows_bytes or not all(used.values()):
+        log.info(
+            "the prefix cache is off",
+            extra={"rows": limits[ROWS], "window": limits[WINDOW], "recurrent": limits[STATE]},
+        )
+        return None
+    files, disk_limits = None, {}
+    if cache.disk_bytes and config.node.state_dir is not None:
+        # State of other weights, or computed in other ways, must not be taken for ours.
+        telling = [info.weights_digest, info.config_digest, info.layout.digest]
+        telling += [info.numerics.get(name, "") for name in ("dtype", "kv_dtype", "weights")]
+        identity = hashlib.sha256("\0".join(telling).encode()).hexdigest()[:16]
+        files = PartFiles(config.node.state_dir / "prefix-cache", identity)
+        disk_limits = {group: cache.disk_bytes * limit // sum(used.values()) for group, limit in used.items()}
+    return StateCache(info.layout, used, disk_limits=disk_limits, files=files)
 
 
 def fake_options(config: SharedConfig) -> FakeOptions:

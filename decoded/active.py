@@ -153,6 +153,7 @@ class ActiveRequest:
         if not await self._wait_admitted():
             return
         generation = self._generation = await self._dispatcher.backend.open(self.request)
+        self._kept_tokens = self.report.num_cached_tokens = generation.num_cached_tokens
         if not await self._prefill(generation):
             return
         async for output in generation:
@@ -195,7 +196,7 @@ class ActiveRequest:
                 return True
             self._blame(client, peer, error)
             started_at = _now()
-            if self._kept_tokens and self._kept_tokens == self.request.num_prompt_tokens - 1:
+            if self.report.num_cached_tokens < self._kept_tokens == self.request.num_prompt_tokens - 1:
                 # Only the word that it was all was missing: nothing is left to compute.
                 self._joined_at = started_at
                 generation.import_done(self._kept_tokens)
@@ -268,7 +269,7 @@ class ActiveRequest:
 
     def _pushes(self, client: PeerClient) -> bool:
         """Whether the peer gets what is kept; the decision says why."""
-        if not self._kept_tokens:
+        if self._kept_tokens == self.report.num_cached_tokens:
             return False
         plan = self._dispatcher.plan_push(client, self._kept_tokens)
         self.decisions[-1]["terms"] |= plan.terms
@@ -277,6 +278,7 @@ class ActiveRequest:
     async def _keep_verified(self, generation: Generation, attempt: RemoteAttempt) -> None:
         """What was verified before the failure need not be computed and sent again."""
         num_kept = await attempt.verified_tokens()
+        await generation.filled()
         generation.keep(num_kept)
         self._dispatcher.metrics.kept_tokens.inc(num_kept - self._kept_tokens)
         self._kept_tokens = self.decisions[-1]["kept_tokens"] = num_kept
@@ -300,7 +302,7 @@ class ActiveRequest:
         report = self.report
         report.route, report.peer, report.reason = decision.route, decision.peer, decision.reason
         report.warning = self._dispatcher.peer_warning if decision.route == "remote" else ""
-        report.uncached_tokens = max(0, self.request.num_prompt_tokens - 1)
+        report.uncached_tokens = max(0, self.request.num_prompt_tokens - 1 - report.num_cached_tokens)
         self.decisions.append(
             {"route": decision.route, "reason": decision.reason, "peer": decision.peer, "terms": decision.terms}
         )

@@ -98,7 +98,7 @@ def start_remote(
         start=start,
         deadline_s=request.deadline_s,
         priority=request.priority,
-        tenant_salt=b"",
+        tenant_salt=request.tenant.encode(),
         pushes=pushes,
     )
     source, sink = generation.source if pushes else None, generation.sink

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from common.cachemetrics import CacheMetrics
 from common.certificates import CertificateWatch
 from common.config import changes, read_lines, restart_problems
 from common.control import http_routes
@@ -65,6 +66,7 @@ class DecodeService:
         self.warning = "" if fake_peer is None else WARNING
         self.metrics = Metrics("decoded", version())
         self.decode_metrics = DecodeMetrics(self.metrics.registry)
+        self._cache_metrics = CacheMetrics(self.metrics.registry)
         self._loop_lag = LoopLag(self.metrics)
         self._certificates = CertificateWatch(self.metrics.registry)
         self.trace = make_trace(config)
@@ -254,6 +256,7 @@ class DecodeService:
         """A dead engine ends the process; systemd starts a new one. Also keeps gauges fresh and the trace on disk."""
         while self.backend.stats().is_alive:
             self.dispatcher.update_gauges()
+            self._cache_metrics.update(self.backend.cache)
             own = self.peers.end.security.certificate
             certificates = {} if own is None else {own.name: own.expires_at}
             self._certificates.update(certificates, self.peers.certificates, time.time())

@@ -10,6 +10,7 @@ from collections import Counter
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
+from common.cachemetrics import cache_handlers
 from common.daemon import Handler
 from common.errors import ControlError, PdError
 from common.release import version
@@ -90,6 +91,7 @@ def handlers(service: DecodeService) -> dict[str, Handler]:
         "resume": resume,
         "threshold": threshold,
         "explain": explain,
+        **cache_handlers(lambda: service.backend.cache),
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
+from common.cachemetrics import CacheMetrics, cache_handlers
 from common.certificates import CertificateWatch
 from common.config import changes, restart_problems
 from common.control import bind_http
@@ -63,6 +64,7 @@ class PrefillService:
         self.config, self._fake_peer = config, fake_peer
         self._metrics = Metrics("prefilld", version())
         self._prefill_metrics = PrefillMetrics(self._metrics.registry)
+        self._cache_metrics = CacheMetrics(self._metrics.registry)
         self._loop_lag = LoopLag(self._metrics)
         self._certificates = CertificateWatch(self._metrics.registry)
         self._trace = make_trace(config)
@@ -193,6 +195,7 @@ class PrefillService:
             "version": self._answer("version"),
             "drain": drain,
             "resume": resume,
+            **cache_handlers(lambda: self._backend.cache),
         }
 
     def _answer(self, verb: str) -> Handler:
@@ -296,6 +299,7 @@ class PrefillService:
 
     def _render_metrics(self) -> bytes:
         m = self._prefill_metrics
+        self._cache_metrics.update(self._backend.cache)
         m.running.set(len(self._admission.running))
         m.queued.set(len(self._admission.queue))
         m.queued_tokens.set(self._admission.num_queued_tokens)

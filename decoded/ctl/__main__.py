@@ -14,6 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     from common.ctl import run_ctl
     from decoded.ctl import (
+        cache,
         codec,
         config,
         drain,
@@ -31,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
     modules = (
-        status, peers, requests, explain, threshold, plan, codec, link, config, drain, resume, reload, wait, version,
+        *(status, peers, requests, explain, threshold, plan, cache, codec, link),
+        *(config, drain, resume, reload, wait, version),
     )  # fmt: skip
     text = "Talk to a running decoded over its control socket."
     return run_ctl("decodectl", "decoded", text, [m.VERB for m in modules], argv)

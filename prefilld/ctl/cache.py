@@ -1,0 +1,5 @@
+"""`prefillctl cache`"""
+
+from common import ctl_verbs
+
+VERB = ctl_verbs.cache("prefilld")
