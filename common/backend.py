@@ -20,6 +20,7 @@ from typing import Protocol, runtime_checkable
 
 from common.layout import ModelInfo
 from common.request import PromptLogprobs, Request, TokenOutput
+from common.sched.prefixes import Prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,8 @@ class PrefillTask:
     """Compute the state of prompt tokens [start, len(tokens)): `tokens` already lacks the last prompt token.
 
     `start` > 0 means the receiver holds [0, start); what the engine itself must recompute for that is its own affair.
-    With `is_pushed` that state is put into the job's `sink` if the job `wants_push`, and nothing is computed before
-    `import_done`. `salt`: whose prefixes may be found, and find these.
+    With `is_pushed` the state of [held, start) is put into the job's `sink` if the job `wants_push`, and nothing is
+    computed before `import_done`. `salt`: whose prefixes may be found, and find these.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class PrefillTask:
     start: int = 0
     priority: int = 0
     is_pushed: bool = False
+    held: int = 0
     salt: bytes = b""
 
 
@@ -80,8 +82,10 @@ class Marks:
 class StateSource(Protocol):
     """State that is there already."""
 
-    def segments(self, num_tokens: int) -> Iterator[ComputedSegment]:
-        """All that a continuation at `num_tokens` needs, in parts; unchanged until whoever asked is done with them."""
+    def segments(self, num_tokens: int, held: int = 0) -> Iterator[ComputedSegment]:
+        """All that a continuation at `num_tokens` needs beyond [0, held), in parts; unchanged until whoever asked is
+        done with them.
+        """
 
 
 class PrefillJob(Protocol):
@@ -96,12 +100,18 @@ class PrefillJob(Protocol):
 
     def __aiter__(self) -> AsyncIterator[ComputedSegment | ChunkDone]: ...
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that need not be computed: found in the cache, or pushed. Known when the first item comes."""
+
     async def wants_push(self) -> bool:
-        """Whether the state of [0, start) must come from outside: of a task with `is_pushed`, unless it is here."""
+        """Whether the state of [held, start) shall come from outside: of a task with `is_pushed`, unless it is here,
+        or what should be before it is not.
+        """
 
     @property
     def sink(self) -> StateSink:
-        """Memory for the state of [0, start), of a job that wants it."""
+        """Memory for the state of [held, start), of a job that wants it."""
 
     def import_done(self) -> None:
         """That state is in place and verified: computing goes on from there."""
@@ -130,6 +140,10 @@ class Generation(Protocol):
     """
 
     marks: Marks
+
+    @property
+    def prefixes(self) -> Prefixes | None:
+        """The names of the prompt's prefixes, by which others may hold them; None without a prefix cache."""
 
     @property
     def num_cached_tokens(self) -> int:

@@ -78,7 +78,10 @@ class LocalGeneration(Outputs[TokenOutput | PromptLogprobs]):
 
     @property
     def source(self) -> StateSource:
-        """What was kept of an earlier transfer; it stays as it is until something lands in the next sink."""
+        """What is cached, or was kept of an earlier transfer: as it is until something lands in the next sink."""
+        cache, hold = self._backend.cache, self._hold
+        if not self._num_kept and cache is not None and hold is not None:
+            return cache.source(hold)
         options = self._backend.worker.options
         return LocalSource(self._backend.info.layout, self._seq.slot, options.chunk_tokens, options.segment_bytes)
 

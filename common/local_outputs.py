@@ -46,9 +46,9 @@ class LocalSource:
         self._layout, self._slot = layout, slot
         self._chunk_tokens, self._segment_bytes = chunk_tokens, segment_bytes
 
-    def segments(self, num_tokens: int) -> Iterator[ComputedSegment]:
-        """All that a continuation at `num_tokens` needs."""
-        return self.between((0, num_tokens), (0, num_tokens))
+    def segments(self, num_tokens: int, held: int = 0) -> Iterator[ComputedSegment]:
+        """All that a continuation at `num_tokens` needs beyond [0, held)."""
+        return self.between((held, num_tokens), (held, num_tokens))
 
     def between(self, span: tuple[int, int], wanted: tuple[int, int]) -> Iterator[ComputedSegment]:
         """What tokens [span) are for a receiver that holds [0, wanted[0]) and goes on at wanted[1]."""

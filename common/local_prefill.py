@@ -37,12 +37,13 @@ class LocalPrefill(Outputs[ComputedSegment | ChunkDone]):
             is_held=True,
             keeps_state=backend.cache is not None,
         )
+        self.num_cached_tokens = 0
         self._wants_push: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         backend.owners[self] = None
         backend.worker.post(lambda scheduler: scheduler.add(seq))
         self._beginning: asyncio.Task[None] | None = None
         if backend.cache is None:
-            self._begin(0)
+            self._begin(0, wants_push=task.is_pushed and not task.held)
         else:
             self._beginning = asyncio.create_task(self._look_up(backend.cache))
             self._beginning.add_done_callback(self._looked_up)
@@ -53,7 +54,7 @@ class LocalPrefill(Outputs[ComputedSegment | ChunkDone]):
 
     @property
     def sink(self) -> StateSink:
-        """Memory for the state of [0, start)."""
+        """Memory for the state of [held, start)."""
         return LocalSink(self._seq.slot)
 
     def import_done(self) -> None:
@@ -63,10 +64,11 @@ class LocalPrefill(Outputs[ComputedSegment | ChunkDone]):
             seq = self._seq
             if seq.seq_id not in scheduler.accounts or seq.num_computed_tokens:
                 return []
-            seq.num_computed_tokens, seq.is_held = seq.start, False
+            seq.num_computed_tokens, seq.num_offered, seq.is_held = seq.start, self._task.held, False
             self._backend.worker.offer_state(seq, seq.start, is_point=True)
             return scheduler.advance(seq)
 
+        self.num_cached_tokens = self._task.start
         self._backend.worker.post(join)
 
     def set_paused(self, paused: bool) -> None:
@@ -103,15 +105,17 @@ class LocalPrefill(Outputs[ComputedSegment | ChunkDone]):
         found = await cache.look_up(task.tokens, task.salt, len(task.tokens))
         self.prefixes, self._seq.split_at = found.prefixes, found.split_at
         hold = found.hold
-        if hold is None or (task.is_pushed and hold.num_tokens < task.start):
-            if hold is not None:
-                hold.release()
-            self._begin(0)
+        if hold is None:
+            self._begin(0, wants_push=task.is_pushed and not task.held)
             return
+        # What is pushed lies behind what was said to be held; a point behind all of it is better.
+        wants_push = task.is_pushed and task.held <= hold.num_tokens < task.start
+        target = task.start if wants_push else hold.num_tokens
         try:
-            slot.prepare_import(hold.num_tokens)
-            await asyncio.to_thread(cache.fill, hold, slot, hold.num_tokens)
-            self._begin(hold.num_tokens)
+            if not wants_push or task.held:
+                slot.prepare_import(target)
+                await asyncio.to_thread(cache.fill, hold, slot, target)
+            self._begin(hold.num_tokens, wants_push=wants_push)
         finally:
             hold.release()
 
@@ -120,13 +124,15 @@ class LocalPrefill(Outputs[ComputedSegment | ChunkDone]):
         if error is not None and not self._is_over:
             self.push(error if isinstance(error, RequestFailed) else RequestFailed(f"cached state: {error}"))
 
-    def _begin(self, num_cached: int) -> None:
-        """Compute from there on, unless the rest of the beginning is still to be pushed."""
+    def _begin(self, num_cached: int, *, wants_push: bool) -> None:
+        """Compute from there on, once the rest of the beginning was pushed if it is."""
         if not self._wants_push.done():
-            self._wants_push.set_result(self._task.is_pushed and not num_cached)
-        if self._task.is_pushed and not num_cached:
-            self._seq.slot.prepare_import(self._task.start)
+            self._wants_push.set_result(wants_push)
+        if wants_push:
+            if not self._task.held:
+                self._seq.slot.prepare_import(self._task.start)
             return
+        self.num_cached_tokens = num_cached
         self._backend.worker.post(lambda scheduler: self._join(scheduler, num_cached))
 
     def _join(self, scheduler: Scheduler, num_cached: int) -> list[Event]:

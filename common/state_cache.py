@@ -12,20 +12,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from common.backend import ComputedSegment, StateSource
 from common.disk_parts import DiskPart, PartFiles
-from common.errors import StateDamaged
+from common.errors import RequestFailed, StateDamaged
 from common.layout import BLOCK_TOKENS, StateLayout
 from common.sched.executor import Slot
 from common.sched.prefix_cache import PrefixCache
 from common.sched.prefix_index import ROWS, STATE, WINDOW, Entry, Found, Needs
 from common.sched.prefixes import Prefixes
 from common.sched.tier import Part, Tier
-from common.state_parts import Bytes, Export, cut, group_layouts, put
+from common.state_parts import Bytes, Export, cut, group_layouts, pieces, put
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -106,7 +107,7 @@ class StateCache:
         disk_limits: Mapping[int, int] | None = None,
         files: PartFiles | None = None,
     ) -> None:
-        self.groups = group_layouts(layout)
+        self.groups, self._layout = group_layouts(layout), layout
         self.books = PrefixCache(Needs.of(layout), limits, disk_limits if files is not None else None)
         self.counts = CacheCounts()
         self.on_change: Callable[[], None] = _nothing
@@ -188,6 +189,17 @@ class StateCache:
             if part.group != STATE or target == hold.num_tokens:
                 wanted_from = needs.window_from(target) if part.group == WINDOW else 0
                 put(slot, self.groups[part.group], (self._first(part), part.entry.stop), data, wanted_from)
+
+    def source(self, hold: Hold) -> StateSource:
+        """What is held, to be sent to somebody who has less."""
+        return _HeldState(self, hold)
+
+    def parts_for(self, hold: Hold, wanted: tuple[int, int]) -> Iterator[ComputedSegment]:
+        """What whoever holds [0, wanted[0]) needs to go on at wanted[1], the end of the hold."""
+        for part, data in reversed(hold.parts):
+            group, span = self.groups[part.group], (self._first(part), part.entry.stop)
+            for start, stop, layers, views in pieces(self._layout, group, span, data, wanted):
+                yield ComputedSegment(start, stop, layers, views, 0.0)
 
     def offer(self, prompt: Prefixes, offer: Offer) -> None:
         """Keep what is not held yet of a sequence's state. Its views are read until a worker thread has copied them."""
@@ -355,6 +367,19 @@ class StateCache:
             asyncio.get_running_loop().call_exception_handler(
                 {"message": "the prefix cache failed", "exception": error}
             )
+
+
+class _HeldState:
+    """A hold as the source of a push (the StateSource protocol); parts go out while they are pinned."""
+
+    def __init__(self, cache: StateCache, hold: Hold) -> None:
+        self._cache, self._hold = cache, hold
+
+    def segments(self, num_tokens: int, held: int = 0) -> Iterator[ComputedSegment]:
+        """All that a continuation at `num_tokens` needs beyond [0, held)."""
+        if num_tokens != self._hold.num_tokens:
+            raise RequestFailed(f"{num_tokens} tokens are asked for, {self._hold.num_tokens} were found in the cache")
+        return self._cache.parts_for(self._hold, (held, num_tokens))
 
 
 def _add(totals: dict[str, int], part: Part) -> None:

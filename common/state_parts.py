@@ -7,6 +7,7 @@ slots and numpy, no engine and no event loop; the copies run in worker threads.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,6 +89,34 @@ def cut(source: Export, group: GroupLayout, entry: Entry, first: int) -> Bytes:
         np.copyto(part[at : at + rows.size], rows)
         at += rows.size
     return part
+
+
+def pieces(
+    layout: StateLayout, group: GroupLayout, span: tuple[int, int], part: Bytes, wanted: tuple[int, int]
+) -> Iterator[tuple[int, int, tuple[int, ...], tuple[memoryview, ...]]]:
+    """What a part of tokens `span` has for whoever holds [0, wanted[0]) and goes on at wanted[1]: start, stop, layers,
+    and views of the part.
+    """
+    by_start: dict[int, list[int]] = {}
+    for n in group.layers:
+        spec = layout.states[n]
+        first = max(span[0], wanted[0], spec.needed_from(wanted[1])) if spec.is_rows else span[0]
+        by_start.setdefault(first, []).append(n)
+    num_rows, offsets, at = span[1] - span[0], {}, 0
+    for n in group.layers:
+        offsets[n] = at
+        at += num_rows * sum(t.row_bytes for t in layout.states[n].tensors)
+    for first, layers in by_start.items():
+        if first >= span[1]:
+            continue
+        views = []
+        for n in layers:
+            at = offsets[n]
+            for tensor in layout.states[n].tensors:
+                size = tensor.row_bytes
+                views.append(part[at + (first - span[0]) * size : at + num_rows * size].data.toreadonly())
+                at += num_rows * size
+        yield first, span[1], tuple(layers), tuple(views)
 
 
 def put(slot: Slot, group: GroupLayout, span: tuple[int, int], part: Bytes, wanted_from: int) -> None:

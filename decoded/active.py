@@ -27,6 +27,7 @@ from common.net.pool import PeerClient
 from common.policy.routing import RouteDecision
 from common.policy.views import Demand
 from common.request import PromptLogprobs, Request, RequestReport, TokenOutput
+from common.sched.prefixes import Prefixes
 from decoded.choicetimes import ChoiceTimes
 from decoded.deadline import Deadline
 from decoded.remote import RemoteAttempt, record_transfer, start_remote
@@ -58,6 +59,7 @@ class ActiveRequest:
         self._attempt: RemoteAttempt | None = None
         self._is_cancelled = False
         self._kept_tokens = 0
+        self._prefixes: Prefixes | None = None
         self._failed_peers: list[str] = []
         self._asked_again: list[str] = []
         self._has_waited = False
@@ -154,6 +156,7 @@ class ActiveRequest:
             return
         generation = self._generation = await self._dispatcher.backend.open(self.request)
         self._kept_tokens = self.report.num_cached_tokens = generation.num_cached_tokens
+        self._prefixes = generation.prefixes
         if not await self._prefill(generation):
             return
         async for output in generation:
@@ -175,7 +178,9 @@ class ActiveRequest:
         """Get the prompt's state into the slot; False when cancelled meanwhile."""
         started_at = self.arrived_at + self.report.timing.queue_s
         while not self._is_cancelled:
-            decision = self._dispatcher.route(self.request, tuple(self._failed_peers), self._kept_tokens)
+            decision = self._dispatcher.route(
+                self.request, tuple(self._failed_peers), self._kept_tokens, self._prefixes
+            )
             if self._should_wait(decision):
                 self._has_waited, self.stage = True, "waiting for a peer"
                 await self._dispatcher.wait_for_peer(self._failed_peers)
@@ -230,13 +235,13 @@ class ActiveRequest:
         try:
             if client is None:
                 raise TransferError(f"peer {peer} left the configuration")
-            pushes = self._pushes(client)
+            held = self._pushes_from(client)
             self._attempt = start_remote(
                 client,
                 generation,
                 self._deadline.from_now(self.request, sent_at),
                 start=self._kept_tokens,
-                pushes=pushes,
+                held=held,
                 now=sent_at,
                 progress_timeout_s=self._dispatcher.settings.progress_timeout_s,
                 has_alternative=lambda: self._dispatcher.has_ready_peer(other_than=peer),
@@ -260,6 +265,7 @@ class ActiveRequest:
         finally:
             self._attempt = None
         record_transfer(self.report, transfer, sent_at)
+        self.report.num_cached_tokens = transfer.num_cached_tokens
         self._count_bytes(peer, transfer)
         self._joined_at = _now()
         self._took(self._joined_at - sent_at)
@@ -267,13 +273,14 @@ class ActiveRequest:
         generation.import_done(self.request.num_prompt_tokens - 1)
         return None
 
-    def _pushes(self, client: PeerClient) -> bool:
-        """Whether the peer gets what is kept; the decision says why."""
-        if self._kept_tokens == self.report.num_cached_tokens:
-            return False
-        plan = self._dispatcher.plan_push(client, self._kept_tokens)
+    def _pushes_from(self, client: PeerClient) -> int | None:
+        """The peer gets what decoded has beyond so many tokens; None: nothing. The decision says why."""
+        held = self._dispatcher.peer_tokens(client.name, self._prefixes, self._kept_tokens)
+        if held >= self._kept_tokens:
+            return None
+        plan = self._dispatcher.plan_push(client, held, self._kept_tokens)
         self.decisions[-1]["terms"] |= plan.terms
-        return plan.pushes
+        return held if plan.pushes else None
 
     async def _keep_verified(self, generation: Generation, attempt: RemoteAttempt) -> None:
         """What was verified before the failure need not be computed and sent again."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections import OrderedDict
@@ -29,8 +30,10 @@ from common.policy.routing import Mode, RouteDecision, Rules, decide
 from common.policy.slo import SloTargets
 from common.policy.views import Demand
 from common.request import Request, RequestReport
+from common.sched.prefixes import Prefixes
 from decoded.active import ActiveRequest
 from decoded.demands import classify, demand_of
+from decoded.directory import Directory
 from decoded.metrics import DecodeMetrics
 from decoded.views import local_view, peer_view, request_view
 
@@ -86,6 +89,8 @@ class Dispatcher:
         self.admission, self.fallback = admission, fallback
         self.settings, self.metrics = settings, metrics
         self.peer_warning = peer_warning
+        self.directory: Directory | None = None
+        """What peers hold of prefixes."""
         self.is_draining = self.is_stopping = False
         self.active: dict[str, ActiveRequest] = {}
         self.records: OrderedDict[str, RequestRecord] = OrderedDict()
@@ -203,29 +208,46 @@ class Dispatcher:
         """Until no request is in flight."""
         await self._idle.wait()
 
-    def route(self, request: Request, failed_peers: tuple[str, ...], num_kept_tokens: int = 0) -> RouteDecision:
-        """Decide over the peers as they are now; `num_kept_tokens` are left of attempts that failed."""
+    def route(
+        self,
+        request: Request,
+        failed_peers: tuple[str, ...],
+        num_kept_tokens: int = 0,
+        prefixes: Prefixes | None = None,
+    ) -> RouteDecision:
+        """Decide over the peers as they are now; `num_kept_tokens` were cached here, or are left of failed attempts."""
         settings, stats = self.settings, self.backend.stats()
         active = list(self.active.values())
-        view = request_view(self.info, request, failed_peers, num_kept_tokens)
+        asked = request_view(self.info, request, failed_peers, num_kept_tokens)
         rules = Rules(settings.mode, settings.threshold_tokens, settings.max_attempts)
-        peers = [peer_view(p, self.info, active) for p in self.peers()]
-        decision = decide(view, peers, local_view(stats, active), rules)
+        last = request.num_prompt_tokens - 1
+        peers = []
+        for peer in self.peers():
+            num_cached = self.peer_tokens(peer.name, prefixes, last)
+            lacks = num_cached < num_kept_tokens and settings.push != "never"
+            push_bytes = self.info.layout.transfer_bytes(num_cached, num_kept_tokens) if lacks else 0
+            view = peer_view(peer, self.info, active)
+            peers.append(dataclasses.replace(view, num_cached_tokens=num_cached, push_bytes=push_bytes))
+        decision = decide(asked, peers, local_view(stats, active), rules)
         rates = LocalRates(stats.alone_tokens_per_s, stats.mixed_tokens_per_s)
-        if (seconds := rates.prefill_s(view.num_uncached_tokens, stats.num_rows)) is not None:
+        if (seconds := rates.prefill_s(asked.num_uncached_tokens, stats.num_rows)) is not None:
             decision.terms["predicted_local_prefill_s"] = round(seconds, 3)
         return decision
 
-    def plan_push(self, client: PeerClient, num_kept_tokens: int) -> PushPlan:
-        """Whether this peer gets the state that is left of attempts that failed."""
+    def peer_tokens(self, peer: str, prefixes: Prefixes | None, limit: int) -> int:
+        """The longest point of a prompt, up to `limit`, from which a peer can go on."""
+        return self.directory.num_cached_tokens(peer, prefixes, limit) if self.directory is not None else 0
+
+    def plan_push(self, client: PeerClient, held: int, num_kept_tokens: int) -> PushPlan:
+        """Whether this peer, which holds [0, held), gets what is cached or kept here of [0, num_kept_tokens)."""
         # The way out is taken for as wide as the way in, of any peer: what is shared is this site's line.
         known = (peer.load.get("path_capacity_bps", 0.0) for peer in self.peers())
         path_bps = LOOPBACK_BPS if is_loopback(client.host) else max(known, default=0.0)
         return plan_push(
             self.settings.push,
-            self.info.layout.transfer_bytes(0, num_kept_tokens),
+            self.info.layout.transfer_bytes(held, num_kept_tokens),
             path_bps,
-            num_kept_tokens,
+            num_kept_tokens - held,
             client.load.get("prefill_tokens_per_s", 0.0),
         )
 

@@ -12,8 +12,10 @@ from common.net.options import LocalEnd, Security
 from common.net.pool import PeerClient
 from common.trace import TraceWriter
 from common.wire.connection import Closed
+from common.wire.holdings import Holding
 from common.wiring import link_options
 from decoded.config import DecodeConfig, PeerConfig
+from decoded.directory import Directory
 from decoded.metrics import DecodeMetrics
 
 log = logging.getLogger(__name__)
@@ -28,6 +30,7 @@ class PeerSet:
         self._clients: dict[PeerConfig, PeerClient] = {}
         self._changed = asyncio.Event()
         self._warned: dict[str, object] = {}
+        self.directory = Directory(end.info.layout)
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -41,7 +44,7 @@ class PeerSet:
         leaving = [client for peer, client in self._clients.items() if peer not in peers]
         for client in leaving:
             log.info("leaving peer", extra={"peer": client.name})
-            client.on_state = client.on_lost = client.on_refused = None
+            client.on_state = client.on_lost = client.on_refused = client.on_cache = None
         # In two steps: a client that leaves is in nobody's sight, and a new one is before anything is awaited.
         self._clients = {peer: self._clients.get(peer) or self._make(peer) for peer in peers}
         for client in self.clients():
@@ -51,11 +54,19 @@ class PeerSet:
             await client.close()
             if client.name not in {c.name for c in self.clients()}:
                 self._metrics.peer_ready.remove(client.name)
+                self.directory.forget(client.name)
                 self._warned.pop(client.name, None)
 
     def facts(self) -> list[dict[str, object]]:
         """What `decodectl peers` shows."""
-        return [{**c.status(), "numerics_differ": self._numerics_differ(c)} for c in self.clients()]
+        return [
+            {
+                **c.status(),
+                "numerics_differ": self._numerics_differ(c),
+                "num_cached_prefixes": self.directory.num_entries(c.name),
+            }
+            for c in self.clients()
+        ]
 
     def set_security(self, security: Security) -> None:
         """New connections to all peers take these keys or certificates."""
@@ -97,6 +108,7 @@ class PeerSet:
             trace=self._trace,
         )
         client.on_state, client.on_lost, client.on_refused = self._on_state, self._on_lost, self._on_refused
+        client.on_cache = self._on_cache
         self._metrics.peer_ready.labels(peer.name).set(0)
         return client
 
@@ -104,6 +116,9 @@ class PeerSet:
         self._metrics.links_lost.labels(client.name, closed.code).inc()
         if closed.is_fault:
             self._metrics.link_faults.labels(client.name, closed.code).inc()
+
+    def _on_cache(self, client: PeerClient, holdings: Sequence[Holding], *, is_anew: bool) -> None:
+        self.directory.told(client.name, holdings, is_anew=is_anew)
 
     def _on_refused(self, client: PeerClient, code: str) -> None:
         self._metrics.handshakes_failed.labels(client.name, code).inc()

@@ -83,12 +83,14 @@ def start_remote(
     request: Request,
     *,
     start: int,
-    pushes: bool,
+    held: int | None,
     now: float,
     progress_timeout_s: float,
     has_alternative: Callable[[], bool],
 ) -> RemoteAttempt:
-    """Send Prefill for prompt tokens [0, n-1), of which [0, start) is held and, if `pushes`, sent to the peer.
+    """Send Prefill for prompt tokens [0, n-1), of which [0, start) is held here.
+
+    What the peer lacks of that is sent along where `held` says of how much it has the state; None: nothing is.
 
     Raises PeerDraining or LinkLost when the peer is not ready.
     """
@@ -99,9 +101,10 @@ def start_remote(
         deadline_s=request.deadline_s,
         priority=request.priority,
         tenant_salt=request.tenant.encode(),
-        pushes=pushes,
+        pushes=held is not None,
+        held=held or 0,
     )
-    source, sink = generation.source if pushes else None, generation.sink
+    source, sink = generation.source if held is not None else None, generation.sink
     try:
         prefill = client.prefill(wanted, sink, source)
     except PdError:

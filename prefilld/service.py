@@ -43,6 +43,7 @@ from common.wiring import (
     security_changes,
     security_status,
 )
+from prefilld.cachefeed import CacheFeed
 from prefilld.config import PrefillConfig
 from prefilld.fakepeer import FakeDecoded
 from prefilld.http import make_app, make_runner
@@ -81,6 +82,7 @@ class PrefillService:
         )
         self._egress = Egress(EgressLimits(config.egress.max_bps, config.egress.share))
         self._server: PrefillServer | None = None
+        self._feed: CacheFeed | None = None
         self._runner: web.AppRunner | None = None
         self._fake: FakeDecoded | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -109,6 +111,8 @@ class PrefillService:
         self._server.choosers = {codec: CodecChoice() for codec in CODECS if codec != "raw"}
         self._server.on_refused, self._server.on_lost = self._on_refused, self._on_lost
         self._server.on_stream_refused = self._on_stream_refused
+        if self._backend.cache is not None:
+            self._feed = CacheFeed(self._backend.cache, self._server)
         await self._server.start(config.listen.host, config.listen.port)
         app = make_app(
             readiness=self._readiness,
@@ -145,6 +149,8 @@ class PrefillService:
             if self._trace is not None:
                 last.callback(self._trace.close)
             last.push_async_callback(self._backend.close)
+            if self._feed is not None:
+                last.callback(self._feed.close)
             if self._runner is not None:
                 last.push_async_callback(self._runner.cleanup)
             if self._server is not None:

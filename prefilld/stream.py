@@ -176,6 +176,7 @@ class StreamHandler:
             request.start,
             request.priority,
             request.pushes,
+            request.held,
             request.tenant_salt,
         )
         job: PrefillJob | None = None
@@ -203,7 +204,7 @@ class StreamHandler:
         await stream.take_push(job.sink)
         job.import_done()
         record.num_computed_tokens = stream.request.start
-        self.metrics.pushed_tokens.inc(stream.request.start)
+        self.metrics.pushed_tokens.inc(stream.request.start - stream.request.held)
         record.push_s = _now() - began
         self.metrics.push_s.observe(record.push_s)
 
@@ -232,7 +233,7 @@ class StreamHandler:
     async def _started(self, stream: ServerStream, job: PrefillJob, record: StreamRecord) -> None:
         record.started_at = job.marks.prefill_started_at
         self.metrics.queue_s.observe(record.started_at - record.arrived_at - record.push_s)
-        await stream.started(record.started_at)
+        await stream.started(record.started_at, job.num_cached_tokens)
 
     async def _resume(self, stream: ServerStream, job: PrefillJob, record: StreamRecord) -> None:
         paused_at = _now()
@@ -259,8 +260,9 @@ class StreamHandler:
         record.ended_at = chunk.ended_at
         record.computing_s += chunk.ended_at - chunk.started_at
         record.num_computed_tokens = chunk.stop
-        self.metrics.chunks.inc()
-        self.metrics.prompt_tokens.inc(chunk.stop - chunk.start)
+        if not chunk.is_cached:
+            self.metrics.chunks.inc()
+            self.metrics.prompt_tokens.inc(chunk.stop - chunk.start)
         await stream.progress(chunk.stop)
 
     def _admit(self, request: RemoteRequest, record: StreamRecord) -> PeerError | None:

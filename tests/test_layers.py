@@ -57,7 +57,7 @@ LAYERS = {
         banned=("asyncio", "socket", *CLOCK),
     ),
     "common.text": Layer(ours=BASE, others=("tokenizers", "jinja2"), banned=("asyncio", "socket", "threading", "time")),
-    "common.backend": Layer(ours=BASE, others=()),
+    "common.backend": Layer(ours=(*BASE, "common.sched.prefixes"), others=()),
     "common.net": Layer(ours=(*BASE, "common.backend", "common.wire"), others=("uvloop", "xxhash")),
     "common.sim": Layer(
         ours=(*BASE, "common.policy", "common.sched"), others=("numpy", "rich"), banned=("asyncio", *CLOCK)

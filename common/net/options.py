@@ -88,7 +88,7 @@ class RemoteRequest:
     """Compute the state of `tokens` (the prompt without its last token) from `start` on.
 
     `codecs` in order of preference; empty = what LinkOptions.codec says. `deadline_s` counts from prefill(). `pushes`:
-    the state of [0, start) is sent to the peer, which need not compute it.
+    the state of [held, start) is sent to the peer, which need not compute it and should have [0, held) in its cache.
     """
 
     request_id: str
@@ -99,6 +99,7 @@ class RemoteRequest:
     tenant_salt: bytes = b""
     codecs: tuple[str, ...] = ()
     pushes: bool = False
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,8 @@ class TransferReport:
     pushed_raw_bytes: int = 0
     codecs: Mapping[str, int] = field(default_factory=dict)
     """How many segments came in each codec."""
+    num_cached_tokens: int = 0
+    """Tokens that the peer needed not compute: found in its cache, or pushed."""
 
 
 @dataclass(frozen=True, slots=True)

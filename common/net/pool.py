@@ -6,11 +6,12 @@ Puts together Dialer (links), ClientSession (rules) and RemotePrefill (one reque
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from common.backend import StateSink, StateSource
-from common.errors import LayoutMismatch, LinkLost, LocalProtocolError, PdError, PeerDraining, PromptTooLong
+from common.errors import BadMessage, LayoutMismatch, LinkLost, LocalProtocolError, PdError, PeerDraining, PromptTooLong
 from common.hosts import is_loopback
 from common.linkfacts import MOST_LINKS
 from common.net.codecs import INLINE_BYTES, CodecPool
@@ -36,7 +37,8 @@ from common.wire.codec import offered
 from common.wire.connection import FAULT_CODES, Closed, Received
 from common.wire.frames import Target
 from common.wire.framing import Unopened
-from common.wire.messages import Drain, Filler, HelloAck, Piece, Prefill, Status
+from common.wire.holdings import Holding, read_holdings
+from common.wire.messages import CacheEvent, Drain, Filler, HelloAck, Piece, Prefill, Status
 from common.wire.session import ClientSession, PushMoved, SegmentArrived, StreamEnded
 from common.wire.tokens import pack_tokens
 
@@ -52,6 +54,12 @@ __all__ = [
 _MAX_FAULTS, _FAULT_WINDOW_S = 3, 30.0
 _EXPIRE_AGAIN_S = 0.02
 """The loop's clock is coarser than ours, so that the timer may come a moment too early."""
+
+
+class CacheListener(Protocol):
+    """Told what a peer holds of prefixes; with `is_anew` nothing else of what it told before."""
+
+    def __call__(self, client: PeerClient, holdings: Sequence[Holding], *, is_anew: bool) -> None: ...
 
 
 class PeerClient:
@@ -82,6 +90,9 @@ class PeerClient:
         """Told of every open link that closes without an end having left."""
         self.on_refused: Callable[[PeerClient, str], None] | None = None
         """Told the code whenever this end or the peer refuses the other for good reasons."""
+        self.on_cache: CacheListener | None = None
+        """Told what the peer holds of prefixes."""
+        self._next_event = 0
         config = connection_config(local, options)
         is_sealed = local.security.mode == "tls"
         self._session = ClientSession(config.ack, local.info.layout, options.credit_bytes, is_sealed=is_sealed)
@@ -150,7 +161,7 @@ class PeerClient:
     def prefill(self, request: RemoteRequest, sink: StateSink, source: StateSource | None = None) -> RemotePrefill:
         """Ask the peer for the state of `request.tokens` from `request.start` on; it lands in the sink.
 
-        `source` has the state of [0, start), to be sent where `request.pushes` says so.
+        `source` has the state of [held, start), to be sent where `request.pushes` says so.
 
         Raises:
             PeerDraining, LinkLost: the peer is not ready now.
@@ -178,6 +189,7 @@ class PeerClient:
             limit=0,
             token_hash=bytes(16),
             pushes=request.pushes and source is not None,
+            held=request.held if request.pushes and source is not None else 0,
         )
         tokens = pack_tokens(request.tokens)
         stream = self._session.request(message, tokens, sink.buffers, now())
@@ -250,6 +262,7 @@ class PeerClient:
         self._is_draining, self._refused_at, self._is_local_error, self._mismatch = False, None, False, {}
         self._cancel_lease()
         self._session.attach(peer, now())
+        self._forget_cache()
         self._set("connecting", "no data link yet")
         self._flush()
 
@@ -259,6 +272,8 @@ class PeerClient:
         self._last_error, self._last_error_at, self._is_local_error = str(failure.error), at, failure.is_local
         self._mismatch = _mismatch(failure.error)
         was_attached = self._session.is_attached
+        if was_attached:
+            self._forget_cache()
         self._measuring.lost(str(failure.error))
         self._session.detach(at)
         if was_attached:
@@ -309,6 +324,8 @@ class PeerClient:
                 self._session.piece_arrived(event.stream_id, message, event.payload, now())
         elif isinstance(message, Filler):
             self._measuring.arrived(message, now())
+        elif isinstance(message, CacheEvent):
+            self._cache_event(message)
         elif isinstance(message, Drain):
             self._is_draining = message.is_draining
             self._update_state()
@@ -319,6 +336,19 @@ class PeerClient:
         else:
             self._session.receive(event.stream_id, message, now())
         self._flush()
+
+    def _cache_event(self, event: CacheEvent) -> None:
+        """What the peer holds. A gap cannot be: whoever skips a number has lost count, and tells all of it anew."""
+        if event.no != self._next_event:
+            raise BadMessage(f"CACHE_EVENT.no is {event.no}, must be {self._next_event}")
+        self._next_event += 1
+        if self.on_cache is not None:
+            self.on_cache(self, read_holdings(event), is_anew=event.is_anew)
+
+    def _forget_cache(self) -> None:
+        self._next_event = 0
+        if self.on_cache is not None:
+            self.on_cache(self, [], is_anew=True)
 
     def open_piece(self, link: Link, stream_id: int, piece: Piece, num_bytes: int) -> Target:
         """Where a payload goes. Raises RemoteProtocolError."""

@@ -56,7 +56,7 @@ class PushOut:
 
     async def _run(self) -> None:
         stream = self._stream
-        for segment in self._source.segments(stream.prefill.start):
+        for segment in self._source.segments(stream.prefill.start, stream.prefill.held):
             for part in split_segment(stream.layout, segment, stream.limits.max_segment_bytes):
                 if not await self._send(part):
                     return

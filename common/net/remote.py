@@ -85,6 +85,7 @@ class RemotePrefill:
             raw_bytes=s.arrivals.raw_bytes,
             codec=max(s.arrivals.codecs_used, key=CODECS.index, default="raw"),
             codecs=dict(s.arrivals.codecs_used),
+            num_cached_tokens=s.num_cached,
             num_tokens=s.prefill.num_tokens,
             num_segments=s.arrivals.num_landed,
             pushed_bytes=s.push.acked_bytes if s.push is not None else 0,

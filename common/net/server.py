@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from common.errors import AuthFailed, LinkLost, StartupError, TlsFailed, UnknownFrame
@@ -25,6 +25,7 @@ from common.net.tls import CertificateFacts, TlsChannel
 from common.wire.connection import Closed, Connection, Received
 from common.wire.frames import Target
 from common.wire.handshake import Handshake
+from common.wire.holdings import Holding
 from common.wire.messages import HelloAck, Piece
 from common.wire.session import StreamRefused
 
@@ -60,6 +61,8 @@ class PrefillServer:
         """Told of every connection that ends before its handshake is done, with the address it came from."""
         self.on_lost: Callable[[Closed, str], None] | None = None
         """Told of every open link that closes without an end having left, with the peer's name."""
+        self.cache: Callable[[], Iterable[Holding]] | None = None
+        """What is held of prefixes, for whoever connects."""
         self.on_stream_refused: StreamRefusal | None = None
         """Told of every Prefill that the network layer refused by itself, with the peer's name."""
         self._config = connection_config(local, options)
@@ -277,7 +280,13 @@ class PrefillServer:
         )
         peer.governor, peer.choosers = self._governor, self.choosers
         peer.load, peer.on_idle, peer.on_refused = self.load, self._sweep, self._stream_refused
+        peer.cache = lambda: self.cache() if self.cache is not None else None
         return peer
+
+    def tell_cache(self, holdings: Sequence[Holding], *, is_anew: bool) -> None:
+        """Tell every client what is held of prefixes now; `is_anew`: and that nothing else is."""
+        for peer in self._peers.values():
+            peer.tell_cache(holdings, is_anew=is_anew)
 
     def _stream_refused(self, event: StreamRefused, peer: str) -> None:
         if self.on_stream_refused is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict
 from math import isfinite
 
@@ -28,6 +28,7 @@ from common.wire.connection import Received
 from common.wire.departures import OutPiece
 from common.wire.frames import Target
 from common.wire.framing import Unopened
+from common.wire.holdings import Holding, cache_events
 from common.wire.incoming import ReceiveStream
 from common.wire.messages import Drain, HelloAck, Measure, Piece, Status
 from common.wire.outgoing import SendStream
@@ -75,6 +76,8 @@ class ServerPeer:
         self.control: Link | None = None
         self.data: dict[int, Link] = {}
         self.load: Callable[[], Mapping[str, float]] | None = None
+        self.cache: Callable[[], Iterable[Holding] | None] = lambda: None
+        self._next_event = 0
         self.governor: Governor | None = None
         self.choosers: dict[str, CodecChooser] = {}
         self.on_idle: Callable[[], None] | None = None
@@ -112,7 +115,17 @@ class ServerPeer:
         log.info("session begins", extra=self._who(control))
         self.set_draining(is_draining)
         self._send_status()
+        self._next_event = 0
+        if (held := self.cache()) is not None:
+            self.tell_cache(held, is_anew=True)
         self.flush()
+
+    def tell_cache(self, holdings: Iterable[Holding], *, is_anew: bool) -> None:
+        """Tell this client what is held of prefixes."""
+        if self.control is not None and self.control.is_open:
+            for event in cache_events(self._next_event, holdings, is_anew=is_anew):
+                self.control.send(event)
+                self._next_event = event.no + 1
 
     def detach(self, error: PdError, *, has_left: bool = False) -> None:
         """The control link is lost; streams wait for the lease, unless the client said that it leaves."""

@@ -61,6 +61,7 @@ class ServerStream:
             tenant_salt=prefill.salt,
             codecs=prefill.codecs,
             pushes=prefill.pushes,
+            held=prefill.held,
         )
         self.push: PushIn | None = None
         self.is_taking_push = False
@@ -110,7 +111,7 @@ class ServerStream:
         self._port.settle(self._stream)
 
     async def take_push(self, sink: StateSink) -> None:
-        """Let the peer send the state of [0, start) into the sink; returns when all of it is there."""
+        """Let the peer send the state of [held, start) into the sink; returns when all of it is there."""
         self._check()
         port = self._port
         self.push = PushIn(port.session, self._stream, sink, port.codecs, port.layout, port.settle)
@@ -132,10 +133,12 @@ class ServerStream:
 
         return buffers
 
-    async def started(self, at: float) -> None:
-        """The first chunk began at that monotonic instant; `complete` counts prefill_s from there."""
+    async def started(self, at: float, num_cached: int = 0) -> None:
+        """The first chunk began at that monotonic instant, behind so many tokens that were cached or pushed;
+        `complete` counts prefill_s from there.
+        """
         self._check()
-        self._stream.start(at)
+        self._stream.start(at, num_cached)
         self._port.settle(self._stream)
 
     async def progress(self, num_computed: int) -> None:

@@ -151,9 +151,9 @@ class PrefixIndex:
     def _count_tail(self, entry: Entry, change: int) -> None:
         tails = self._tails.setdefault(entry.parent, {})
         num = tails.get(entry.num_tokens, 0) + change
-        if num:
+        if num > 0:
             tails[entry.num_tokens] = num
-        else:
-            del tails[entry.num_tokens]
+        else:  # a peer may say of a name now this and now that
+            tails.pop(entry.num_tokens, None)
         if not tails:
             del self._tails[entry.parent]

@@ -29,7 +29,7 @@ _TLS = (b"\x15\x03", b"\x16\x03")
 
 
 class FrameType(IntEnum):
-    """Numbers on the wire; 32 is reserved for CacheEvent."""
+    """Numbers on the wire."""
 
     HELLO = 1
     AUTH = 2
@@ -53,6 +53,7 @@ class FrameType(IntEnum):
     RESUMED = 27
     MEASURE = 28
     FILLER = 29
+    CACHE_EVENT = 32
     PUSHED = 33
     PUSH_ACK = 34
 

@@ -68,6 +68,8 @@ class ReceiveStream:
         self.marks = Marks()
         self.error: PdError | None = None
         self._handle = b""
+        self.num_cached = 0
+        """Tokens that the peer needed not compute."""
         self._deadline_s = prefill.deadline_s
         self._complete: Complete | None = None
         self._reset()
@@ -165,6 +167,7 @@ class ReceiveStream:
             self._end_push()
             self.marks.first_chunk_at = self.marks.first_chunk_at or now
             self.marks.queue_s = message.queue_s
+            self.num_cached = min(message.num_cached, self.prefill.num_tokens)
         elif isinstance(message, Progress):
             self._on_progress(message)
         elif isinstance(message, Complete):

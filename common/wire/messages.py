@@ -34,6 +34,7 @@ _U31, _U62 = 2**31, 2**62
 MAX_SEGMENTS = 2**20
 MAX_ACKED = 1024
 MAX_MEASURE_BYTES = 1 << 30
+MAX_RECORDS_BYTES = 16128
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,8 @@ class Status(Message):
 class Prefill(Message):
     """Compute the state of [start, num_tokens) of the tokens in the payload. `token_hash`: see digest.py.
 
-    `pushes`: the client sends the state of [0, start), so that it need not be computed.
+    `pushes`: the client sends the state of [held, start), so that it need not be computed; [0, held) is in the server's
+    prefix cache, as far as the client knows.
     """
 
     type: ClassVar[FrameType] = FrameType.PREFILL
@@ -154,6 +156,7 @@ class Prefill(Message):
     limit: Annotated[int, uint(_U62)]
     token_hash: Annotated[bytes, blob(16)]
     pushes: Annotated[bool, flag] = False
+    held: Annotated[int, uint(_U31)] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +181,11 @@ class Refused(Message):
 
 @dataclass(frozen=True, slots=True)
 class Started(Message):
-    """The first chunk begins, `queue_s` after Accepted."""
+    """The first chunk begins, `queue_s` after Accepted, behind `num_cached` tokens whose state was there or pushed."""
 
     type: ClassVar[FrameType] = FrameType.STARTED
     queue_s: Annotated[float, duration]
+    num_cached: Annotated[int, uint(_U31)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +294,16 @@ class Filler(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class CacheEvent(Message):
+    """What the server holds of prefixes (holdings.py); `is_anew`: nothing but what is told from here on."""
+
+    type: ClassVar[FrameType] = FrameType.CACHE_EVENT
+    no: Annotated[int, uint(_U31)]
+    is_anew: Annotated[bool, flag]
+    records: Annotated[bytes, blob_upto(MAX_RECORDS_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
 class Pushed(Message):
     """All of the prefix was sent: count, sum of encoded bytes and running digest of its segments."""
 
@@ -312,7 +326,8 @@ _CLASSES: dict[FrameType, type[Message]] = {
     c.type: c
     for c in (
         *(Hello, Auth, HelloAck, Ping, Pong, Error, Drain, Status, Prefill, Accepted, Refused, Started, Progress),
-        *(Piece, Complete, Ack, Credit, Cancel, Resume, Resumed, Measure, Filler, Pushed, PushAck),
+        *(Piece, Complete, Ack, Credit, Cancel, Resume, Resumed, Measure, Filler, CacheEvent, Pushed),
+        PushAck,
     )
 }
 
@@ -334,6 +349,7 @@ _ON_STREAM_0 = {
     FrameType.RESUMED,
     FrameType.MEASURE,
     FrameType.FILLER,
+    FrameType.CACHE_EVENT,
 }
 
 

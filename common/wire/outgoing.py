@@ -85,13 +85,13 @@ class SendStream:
         self.error = error
         self.outbox.append(Refused(error.wire_code, _short(error), _retry_after(error)))
 
-    def start(self, now: float) -> None:
-        """The first chunk begins."""
+    def start(self, now: float, num_cached: int = 0) -> None:
+        """The first chunk begins, behind so many tokens that need not be computed."""
         self._step(Do.START)
         self.queue_s = max(0.0, now - self.accepted_at - self.push_s)
         if self.arrivals is not None and not self.is_pushed:
             self.arrivals.close()
-        self._started = Started(self.queue_s)
+        self._started = Started(self.queue_s, num_cached)
         self._say(self._started)
 
     def progress(self, num_computed: int) -> None:

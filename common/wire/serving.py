@@ -158,7 +158,7 @@ class ServerSession(Session):
     def accept_push(self, stream: SendStream, sink_buffers: SinkBuffers) -> None:
         """There is memory for the prefix: the client may send it."""
         prefill = stream.prefill
-        rows = (0, prefill.start)
+        rows = (prefill.held, prefill.start)
         digest = push_digest(prefill.token_hash)
         lossless = tuple(codec for codec in prefill.codecs if codec == "zstd")
         arrivals = Arrivals(digest, rows, lossless, self.layout, self.limits, sink_buffers)
@@ -247,6 +247,8 @@ class ServerSession(Session):
             raise BadMessage(f"PREFILL.start is {prefill.start}, must be 0..{prefill.num_tokens}")
         if prefill.pushes and not prefill.start:
             raise BadMessage("PREFILL.pushes is true where start is 0: there is no prefix")
+        if prefill.held and not (prefill.pushes and prefill.held < prefill.start):
+            raise BadMessage(f"PREFILL.held is {prefill.held}, must be below start where it pushes, else 0")
         if largest_token(tokens) >= self.vocab_size:
             raise BadMessage(f"PREFILL: a token id is not below the vocabulary size {self.vocab_size}")
 

@@ -84,6 +84,7 @@ CONTROL_OF_CLIENT: dict[Conn, dict[F, Conn]] = {
         F.PROGRESS: Conn.OPEN,
         F.COMPLETE: Conn.OPEN,
         F.PUSH_ACK: Conn.OPEN,
+        F.CACHE_EVENT: Conn.OPEN,
     },
     Conn.DRAINING: {
         F.PING: Conn.DRAINING,
@@ -97,6 +98,7 @@ CONTROL_OF_CLIENT: dict[Conn, dict[F, Conn]] = {
         F.PROGRESS: Conn.DRAINING,
         F.COMPLETE: Conn.DRAINING,
         F.PUSH_ACK: Conn.DRAINING,
+        F.CACHE_EVENT: Conn.DRAINING,
     },
 }
 CONTROL_OF_SERVER: dict[Conn, dict[F, Conn]] = {

@@ -114,13 +114,20 @@ class Client:
         """What [start, len(tokens)) needs: for each layer, for each of its tensors, the bytes of its rows."""
         self.stream, self.limit, stop = self.stream + 1, MAX_SEGMENT, len(tokens)
         payload, texts = struct.pack(f"<{stop}I", *tokens), [text.encode() for text in (request_id, "", *codecs)]
-        said = struct.pack(">IIhBBdH", start, stop, 0, 0, 0, 0.0, len(texts))
+        said = struct.pack(">IIhBIBdH", start, stop, 0, 0, 0, 0, 0.0, len(texts))
         said += b"".join(struct.pack(">H", len(text)) + text for text in texts) + payload
         self.digests, self.segments, self.landed = [hashlib.blake2b(said, digest_size=16).digest()], {}, {}
         self.unclaimed = [set(needed(kind, window, start, stop)) for kind, window, _ in self.layout]
         self.rows = [[{} for _ in sizes] for _, _, sizes in self.layout]  # by their start
         asked = {"request_id": request_id, "start": start, "num_tokens": stop, "deadline_s": None, "priority": 0}
-        asked |= {"salt": b"", "codecs": codecs, "limit": self.limit, "token_hash": self.digests[0], "pushes": False}
+        asked |= {
+            "salt": b"",
+            "codecs": codecs,
+            "limit": self.limit,
+            "token_hash": self.digests[0],
+            "pushes": False,
+            "held": 0,
+        }
         self.control.send(PREFILL, self.stream, payload, **asked)
         self._receive_all(stop)
         self.control.send(ACK, self.stream, segments=[], limit=self.limit, is_final=True)

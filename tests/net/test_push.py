@@ -25,7 +25,7 @@ class Source:
     def __init__(self, state: State) -> None:
         self.state = state
 
-    def segments(self, num_tokens: int) -> Iterator[ComputedSegment]:
+    def segments(self, num_tokens: int, held: int = 0) -> Iterator[ComputedSegment]:
         yield from self.state.segments(0, num_tokens, 64)
 
 

@@ -26,7 +26,17 @@ from common.layout import StateLayout
 from common.wire.connection import Closed, Connection
 from common.wire.digest import token_hash
 from common.wire.frames import FRAME_BYTES, FrameHead, FrameType, Target, checksum, pack_head
-from common.wire.messages import Accepted, Complete, Message, Piece, Prefill, Progress, Started, encode_frame
+from common.wire.messages import (
+    Accepted,
+    CacheEvent,
+    Complete,
+    Message,
+    Piece,
+    Prefill,
+    Progress,
+    Started,
+    encode_frame,
+)
 from common.wire.session import SegmentArrived
 from common.wire.tables import Conn, Phase
 from tests.wire.kit import LAYOUT, Ends, Sink, client, config, cut, exchange, server
@@ -254,7 +264,8 @@ def feed(rng: random.Random, connection: Connection, data: bytes) -> None:
 
 CLIENT_SAMPLES = [v for n, v in SAMPLES.items() if n not in ("Hello C", "Hello S", "Auth C", "Auth S", "HelloAck")]
 GOOD_ENDINGS: list[tuple[Message, int, bytes]] = [
-    (Accepted(bytes(16), 0, bytes(16)), 1, b""), (Started(0.0), 1, b""), (Progress(20, 1, bytes(16)), 2, b""),
+    (Accepted(bytes(16), 0, bytes(16)), 1, b""), (Started(0.0, 0), 1, b""), (CacheEvent(0, True, bytes(42)), 0, b""),
+    (Progress(20, 1, bytes(16)), 2, b""),
     (Complete(N, 1, 100, bytes(16), 0.0, 0.0), 2, b""), (Complete(N, 0, 0, bytes(16), 0.0, 0.0), 2, b""),
 ]  # fmt: skip
 

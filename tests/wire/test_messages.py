@@ -16,10 +16,12 @@ from common.wire.codec import Codec, TensorRun
 from common.wire.digest import extend, seal, segment_digest, token_hash
 from common.wire.frames import FRAME_BYTES, MAX_HEADER_BYTES, FrameHead, FrameType, checksum, parse_head
 from common.wire.framing import SealedFraming
+from common.wire.holdings import Holding, cache_events
 from common.wire.messages import (
     Accepted,
     Ack,
     Auth,
+    CacheEvent,
     Cancel,
     Complete,
     Credit,
@@ -53,6 +55,7 @@ HELLO_C = Hello("decode", B32, B16, 0, "key", (key_id(B32), key_id(B32[::-1])))
 HELLO_S = Hello("prefill", B32[::-1], B16, 0, "key", (key_id(B32),))
 PREFILL = seal(Prefill("r1", 0, 3, None, 0, b"", ("zstd", "raw"), 1 << 20, bytes(16)), TOKENS)
 PIECE = Piece(2, 64, 128, (0, 1), "raw", 8, 8, 4096, segment_digest([b"statebyt"]), 1 << 20, 0)
+CACHED = b"".join(e.records for e in cache_events(0, [Holding(B16, B16[::-1], 70, 6, 3, 66)], is_anew=True))
 SAMPLES = {
     "Hello C": (HELLO_C, 0, b""),
     "Hello S": (HELLO_S, 0, b""),
@@ -72,7 +75,7 @@ SAMPLES = {
     "Prefill": (PREFILL, 1, TOKENS),
     "Accepted": (Accepted(B16, 1, PREFILL.token_hash), 1, b""),
     "Refused": (Refused("shed", "queue full", 1.5), 1, b""),
-    "Started": (Started(0.25), 1, b""),
+    "Started": (Started(0.25, 2), 1, b""),
     "Progress": (Progress(128, 3, B16), 1, b""),
     "Piece": (PIECE, 1, b"statebyt"),
     "Complete": (Complete(3, 1, 8, B16, 0.25, 1.5), 1, b""),
@@ -83,6 +86,7 @@ SAMPLES = {
     "Resumed": (Resumed(), 0, b""),
     "Measure": (Measure(3, 1 << 20), 0, b""),
     "Filler": (Filler(3, 4), 0, bytes(4)),
+    "CacheEvent": (CacheEvent(0, True, CACHED), 0, b""),
     "Pushed": (Pushed(2, 8192, B16), 1, b""),
     "PushAck": (PushAck((0, 1), 1 << 21), 1, b""),
 }  # fmt: skip
