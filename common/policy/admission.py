@@ -169,17 +169,23 @@ class AdmissionController:
         return None, passed
 
     def _has_slot(self, queue: ClassQueue, demand: Demand) -> bool:
-        """Running requests of lower classes take no slot from it, but keep their guaranteed rows of the batch."""
-        num, lower_rows = 0, 0
+        """Running requests of lower classes take no slot from it, but as far as they have requests they keep their
+        guaranteed slots, and their guaranteed rows of the batch.
+        """
+        limits, own = self.limits, self._running(queue)
+        num = lower_slots = lower_rows = 0
         for other in self.queue.classes.values():
-            theirs = self._running(other)
+            theirs, num_queued = self._running(other), other.tenants.num_requests
             if other.facts.priority >= queue.facts.priority:
                 num += theirs.num_requests
-            elif other.tenants.num_requests or theirs.num_requests:
-                lower_rows += max(1, int(other.facts.share * self.limits.max_rows))
-        own_rows = self._running(queue).num_rows
-        keeps_rows = not lower_rows or not own_rows or own_rows + demand.num_rows + lower_rows <= self.limits.max_rows
-        return num < self.limits.max_running_requests and (keeps_rows or not self.limits.max_rows)
+            else:
+                slots = _part(other.facts.share, limits.max_running_requests)
+                lower_slots += min(slots, theirs.num_requests + num_queued)
+                lower_rows += min(_part(other.facts.share, limits.max_rows), theirs.num_rows + num_queued)
+        if num >= limits.max_running_requests or not own.num_requests:
+            return num < limits.max_running_requests  # one of each class may always run
+        has_rows = not lower_rows or own.num_rows + demand.num_rows + lower_rows <= limits.max_rows
+        return has_rows and num + lower_slots < limits.max_running_requests
 
     def _start(self, passed: set[str]) -> Charge:
         charge = self.queue.pop(passed)
@@ -253,6 +259,8 @@ class AdmissionController:
         if demand.deadline_s is None or ttft_s <= demand.deadline_s:
             self._predictions[demand.request_id] = predicted_s, errors
             return None
+        if predicted_s <= demand.deadline_s and self.queue.class_of(name).tenants.num_requests == 1:
+            errors.fade()  # nobody else waits from whom to learn that it is too much
         return Overloaded(
             f"refused by gate deadline: the first token is expected within {ttft_s:.3g} s ({wait_s:.3g} s in the queue,"
             f" {own_s:.3g} s for the prompt, {errors.margin_s:.3g} s since such predictions are off), the deadline is"

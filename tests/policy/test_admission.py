@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import random
 from collections import Counter
 
 import pytest
@@ -88,12 +90,48 @@ def of_class(running=2, queued=10, rows=0, state=1 << 40, **limits) -> Admission
 
 
 def test_a_higher_class_does_not_wait_for_running_ones_of_lower_classes():
-    c = of_class(running=2)
-    assert [c.offer(Demand(f"low{n}", 10, 10, service_class="low")) for n in range(3)] == ["running"] * 2 + ["queued"]
-    assert [c.offer(Demand(f"high{n}", 10, 10, service_class="high")) for n in range(3)] == ["running"] * 2 + ["queued"]
-    assert c.release("high0") == ["high2"], "the low one waits until its own have ended"
-    assert c.release("low0") == [] and c.release("low1") == []
-    assert c.release("high1") == ["low2"]
+    c = of_class(running=4)
+    assert [c.offer(Demand(f"low{n}", 10, 10, service_class="low")) for n in range(5)] == ["running"] * 4 + ["queued"]
+    high = [c.offer(Demand(f"high{n}", 10, 10, service_class="high")) for n in range(5)]
+    assert high == ["running"] * 3 + ["queued"] * 2, "one slot of four is left to the low ones, a fifth at least"
+    assert c.release("high0") == ["high3"], "the low one waits: as many run as may"
+    assert [c.release(f"low{n}") for n in range(4)] == [[], [], [], ["low4"]], "3 high ones and a low one"
+    assert c.release("low4") == ["high4"]
+
+
+@pytest.mark.parametrize("num_slots", [4, 7, 12, 40])
+@pytest.mark.parametrize("has_rows", [False, True])
+def test_a_lower_class_gets_its_share_of_the_slots(num_slots, has_rows):
+    """Both have requests all the time, each lasts as long as it costs; high ones hold every slot at first."""
+    rng = random.Random(num_slots)
+    c = of_class(running=num_slots, queued=1000, rows=num_slots if has_rows else 0)
+    costs, ends, served, num = {}, [], Counter(), 0
+
+    def begin(ids, now):
+        for name in ids:
+            heapq.heappush(ends, (now + costs[name], name))
+
+    def offer(name, now):
+        nonlocal num
+        num += 1
+        request_id = f"{name}{num}"
+        costs[request_id] = rng.randint(50, 500)
+        if c.offer(Demand(request_id, costs[request_id], 1, service_class=name), now) == "running":
+            begin([request_id], now)
+        begin(c.pump(now), now)
+
+    for name in ("high", "low"):
+        for _ in range(2 * num_slots):
+            offer(name, 0.0)
+    while num < 4000:
+        now, request_id = heapq.heappop(ends)
+        name = request_id.rstrip("0123456789")
+        served[name] += costs[request_id]
+        begin(c.release(request_id, now, 0), now)
+        offer(name, now)
+        assert len(c.running) >= num_slots, "no slot is idle while requests wait"
+    assert served["low"] / served.total() >= 0.19
+    assert served["high"] / served.total() >= 0.55
 
 
 def test_lower_classes_keep_their_rows_of_the_batch():
