@@ -32,6 +32,13 @@ def test_runs_then_queues_then_sheds_with_the_setting_named():
     assert e.value.setting == "admission.max_queued_requests"
 
 
+def test_one_place_in_the_queue_is_one_place():
+    c = controller(running=1, queued=1)
+    assert [offer_or_gate(c, Demand(f"{n}", 10, 10)) for n in range(6)] == ["running", "queued"] + [
+        "queued_requests"
+    ] * 4
+
+
 def test_release_starts_in_order_of_arrival():
     c = controller(running=1)
     for n in "abc":
