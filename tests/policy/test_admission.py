@@ -67,6 +67,32 @@ def test_state_memory_holds_the_next_back_without_overtaking():
     assert c.state_bytes == 610
 
 
+def test_nor_does_another_class_take_the_memory_that_it_waits_for():
+    c = of_class(running=100, state=1000)
+    c.offer(Demand("first", 10, 600, service_class="low"))
+    assert c.offer(Demand("large", 10, 600, service_class="high")) == "queued"
+    # Its class has had nothing yet, the low one has: it is the large one's turn.
+    assert c.queue.head().request_id == "large"
+    assert c.offer(Demand("small", 10, 100, service_class="low")) == "queued"
+    assert c.release("first") == ["large", "small"]
+
+
+def test_service_is_what_requests_took_not_what_they_might_have():
+    """Both tenants may put out 1,000 tokens; those of one end after ten."""
+    c = AdmissionController(AdmissionLimits(1, 1000, 10**9, 10**9))
+    spent: Counter[str] = Counter()
+    for n in range(300):
+        for tenant in ("brief", "long"):
+            c.offer(Demand(f"{tenant}{n}", 10, 1, 1000, tenant=tenant))
+    for _ in range(200):
+        (request_id,) = c.running
+        tenant = request_id.rstrip("0123456789")
+        num_output = 10 if tenant == "brief" else 1000
+        spent[tenant] += 10 + num_output
+        c.release(request_id, 0.0, num_output)
+    assert spent["brief"] == pytest.approx(spent["long"], rel=0.5), "by number they would be 1 to 50"
+
+
 def test_limits_that_shrank_do_not_block_the_queue_for_ever():
     c = controller()
     offer(c, "a", state=900)
@@ -224,6 +250,18 @@ def test_waiting_is_predicted_from_how_fast_the_queue_was_seen_to_drain():
     assert offer_or_gate(c, timed(11.0, "stuck"), 40.0) == "deadline", "nothing has started for twenty seconds"
 
 
+def test_a_margin_that_lets_nobody_in_does_not_last():
+    """Ten requests took 50 s longer than was thought; from then on all is well again."""
+    c = AdmissionController(AdmissionLimits(1, 100, 10**6, 10**9), forecast=lambda d, before: 0.1)
+    for n in range(10):
+        assert c.offer(timed(60.0, f"slow{n}")) == "running"
+        c.note_ttft(f"slow{n}", 50.0)
+        c.release(f"slow{n}")
+    answers = [offer_or_gate(c, timed(10.0, f"{n}")) for n in range(300)]
+    first = answers.index("running")
+    assert first > 10, "a margin is not forgotten at once"
+
+
 def test_a_high_class_is_not_thought_to_wait_for_a_low_one():
     c = of_class(running=1, queued=1000)
     for n in range(30):
@@ -314,6 +352,7 @@ class Books(RuleBasedStateMachine):
         assert running["low"] <= limits.max_running_requests
         assert c.pump(self.now) == [], "nothing waits that could run"
         assert c.running or not c.queue, "an idle node has no queue"
+        assert set(c._predictions) <= self.waiting | set(c.running), "nothing is kept of those that have ended"
 
 
 TestBooks = Books.TestCase
