@@ -25,6 +25,8 @@ Forecast = Callable[[Demand, int], float | None]
 TENANT_SHARE = 8
 # Weight of the latest request in the mean of what requests put out.
 OUTPUT_WEIGHT = 1 / 32
+# Errors of predictions are kept for so many classes and tenants, the earliest known go first.
+MAX_ERRORS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class AdmissionController:
     _by_class: dict[str, _Running] = field(default_factory=dict)
     _mean_output: float | None = None
     _predictions: dict[str, tuple[float, Errors]] = field(default_factory=dict)
-    _errors: dict[tuple[str, bool], Errors] = field(default_factory=dict)
+    _errors: dict[tuple[str, str, bool], Errors] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.queue = FairQueue(self.limits.classes)
@@ -254,7 +256,7 @@ class AdmissionController:
         own_s = (self.forecast(demand, 0) if self.forecast is not None else None) or 0.0
         predicted_s = demand.waited_s + (wait_s or 0.0) + own_s
         name = self.queue.class_of(demand.service_class).facts.name
-        errors = self._errors.setdefault((name, wait_s is not None), Errors())
+        errors = self._errors_of((name, demand.tenant, wait_s is not None))
         ttft_s, wait_s = predicted_s + errors.margin_s, wait_s or 0.0
         if demand.deadline_s is None or ttft_s <= demand.deadline_s:
             self._predictions[demand.request_id] = predicted_s, errors
@@ -271,6 +273,12 @@ class AdmissionController:
             setting=demand.deadline_setting,
             retry_after_s=max(self.limits.retry_after_s, min(wait_s, ttft_s - demand.deadline_s)),
         )
+
+    def _errors_of(self, kind: tuple[str, str, bool]) -> Errors:
+        """How far predictions were off for a class and tenant, and for requests that wait or do not."""
+        if kind not in self._errors and len(self._errors) >= MAX_ERRORS:
+            del self._errors[next(iter(self._errors))]
+        return self._errors.setdefault(kind, Errors())
 
     def _shed(self, gate: str, value: int, limit: float, key: str, queue: ClassQueue) -> Overloaded:
         setting = f"{self.limits.section}.{key}"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.errors import InvalidRequest, Overloaded
+from common.policy import admission
 from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.views import Demand, ServiceClass
 
@@ -254,12 +255,22 @@ def test_a_margin_that_lets_nobody_in_does_not_last():
     """Ten requests took 50 s longer than was thought; from then on all is well again."""
     c = AdmissionController(AdmissionLimits(1, 100, 10**6, 10**9), forecast=lambda d, before: 0.1)
     for n in range(10):
-        assert c.offer(timed(60.0, f"slow{n}")) == "running"
+        assert c.offer(timed(None, f"slow{n}")) == "running"
         c.note_ttft(f"slow{n}", 50.0)
         c.release(f"slow{n}")
     answers = [offer_or_gate(c, timed(10.0, f"{n}")) for n in range(300)]
     first = answers.index("running")
     assert first > 10, "a margin is not forgotten at once"
+
+
+def test_errors_of_many_tenants_are_not_kept_for_ever(monkeypatch):
+    monkeypatch.setattr(admission, "MAX_ERRORS", 10)
+    c = AdmissionController(AdmissionLimits(1, 100, 10**6, 10**9))
+    for n in range(50):
+        c.offer(Demand(f"{n}", 1, 1, tenant=f"t{n}"))
+        c.note_ttft(f"{n}", 1.0)
+        c.release(f"{n}")
+    assert len(c._errors) == 10
 
 
 def test_a_high_class_is_not_thought_to_wait_for_a_low_one():
