@@ -172,20 +172,24 @@ class AdmissionController:
 
     def _has_slot(self, queue: ClassQueue, demand: Demand) -> bool:
         """Running requests of lower classes take no slot from it, but as far as they have requests they keep their
-        guaranteed slots, and their guaranteed rows of the batch.
+        guaranteed slots, and their guaranteed rows of the batch. While higher ones wait and no row is free it gets
+        no more than its own guaranteed slots: it would only wait on, with its state in memory.
         """
         limits, own = self.limits, self._running(queue)
-        num = lower_slots = lower_rows = 0
+        num = lower_slots = lower_rows = num_higher_queued = 0
         for other in self.queue.classes.values():
             theirs, num_queued = self._running(other), other.tenants.num_requests
             if other.facts.priority >= queue.facts.priority:
                 num += theirs.num_requests
+                num_higher_queued += num_queued if other.facts.priority > queue.facts.priority else 0
             else:
                 slots = _part(other.facts.share, limits.max_running_requests)
                 lower_slots += min(slots, theirs.num_requests + num_queued)
                 lower_rows += min(_part(other.facts.share, limits.max_rows), theirs.num_rows + num_queued)
         if num >= limits.max_running_requests or not own.num_requests:
             return num < limits.max_running_requests  # one of each class may always run
+        if num_higher_queued and sum(r.num_rows for r in self._by_class.values()) >= limits.max_rows > 0:
+            return own.num_requests < _part(queue.facts.share, limits.max_running_requests)
         has_rows = not lower_rows or own.num_rows + demand.num_rows + lower_rows <= limits.max_rows
         return has_rows and num + lower_slots < limits.max_running_requests
 

@@ -179,6 +179,20 @@ def test_lower_classes_keep_their_rows_of_the_batch():
     assert not c.queue, "with no low one about, all of the batch"
 
 
+def test_nobody_is_admitted_to_wait_for_a_row_while_higher_classes_wait():
+    c = of_class(running=12, rows=8, queued=100)
+    for n in range(20):
+        for name in ("low", "high"):
+            c.offer(Demand(f"{name}{n}", 10, 10, service_class=name))
+            c.pump()
+    running = Counter(d.service_class for d in c.running.values())
+    assert running["high"] + running["low"] >= 8, "every row has somebody"
+    while running["low"] > 3:  # they came before the high ones
+        c.release(next(n for n in c.running if n.startswith("low")))
+        running = Counter(d.service_class for d in c.running.values())
+    assert running == {"high": 6, "low": 3}, "rows 6 and 2, and the low one's third slot of twelve"
+
+
 def test_room_in_the_queue_that_others_are_sure_of_is_not_given_away():
     c = of_class(running=1, queued=10)
     c.offer(Demand("first", 10, 10, service_class="high"))
