@@ -14,6 +14,9 @@ from common.errors import Overloaded
 from common.policy.views import Demand
 from common.request import Request
 
+GRACE_S = 0.5
+"""So much later a peer gives up: whoever asked it is to end the request, not to look for another way."""
+
 
 class Deadline:
     """Calls `on_passed` once when the deadline has passed, unless it is cancelled before; without a deadline never."""
@@ -31,10 +34,11 @@ class Deadline:
             self._timer.cancel()
 
     def from_now(self, request: Request, now: float) -> Request:
-        """The request as a peer gets it: its deadline counts from `now`."""
+        """The request as a peer gets it: its deadline counts from `now`, and is a little later than the one here."""
         if self._demand.deadline_s is None:
             return request
-        return replace(request, deadline_s=max(0.001, self._arrived_at + self._demand.deadline_s - now))
+        left_s = self._arrived_at + self._demand.deadline_s - now
+        return replace(request, deadline_s=max(0.0, left_s) + GRACE_S)
 
     def error(self, stage: str, retry_after_s: float) -> Overloaded:
         """What the client is told: where it was, how long that took, and who set the deadline."""

@@ -25,6 +25,8 @@ Forecast = Callable[[Demand, int], float | None]
 TENANT_SHARE = 8
 # Weight of the latest request in the mean of what requests put out.
 OUTPUT_WEIGHT = 1 / 32
+# Errors of predictions are kept for so many classes and tenants, the earliest known go first.
+MAX_ERRORS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class AdmissionController:
     _by_class: dict[str, _Running] = field(default_factory=dict)
     _mean_output: float | None = None
     _predictions: dict[str, tuple[float, Errors]] = field(default_factory=dict)
-    _errors: dict[tuple[str, bool], Errors] = field(default_factory=dict)
+    _errors: dict[tuple[str, str, bool], Errors] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.queue = FairQueue(self.limits.classes)
@@ -169,17 +171,27 @@ class AdmissionController:
         return None, passed
 
     def _has_slot(self, queue: ClassQueue, demand: Demand) -> bool:
-        """Running requests of lower classes take no slot from it, but keep their guaranteed rows of the batch."""
-        num, lower_rows = 0, 0
+        """Running requests of lower classes take no slot from it, but as far as they have requests they keep their
+        guaranteed slots, and their guaranteed rows of the batch. While higher ones wait and no row is free it gets
+        no more than its own guaranteed slots: it would only wait on, with its state in memory.
+        """
+        limits, own = self.limits, self._running(queue)
+        num = lower_slots = lower_rows = num_higher_queued = 0
         for other in self.queue.classes.values():
-            theirs = self._running(other)
+            theirs, num_queued = self._running(other), other.tenants.num_requests
             if other.facts.priority >= queue.facts.priority:
                 num += theirs.num_requests
-            elif other.tenants.num_requests or theirs.num_requests:
-                lower_rows += max(1, int(other.facts.share * self.limits.max_rows))
-        own_rows = self._running(queue).num_rows
-        keeps_rows = not lower_rows or not own_rows or own_rows + demand.num_rows + lower_rows <= self.limits.max_rows
-        return num < self.limits.max_running_requests and (keeps_rows or not self.limits.max_rows)
+                num_higher_queued += num_queued if other.facts.priority > queue.facts.priority else 0
+            else:
+                slots = _part(other.facts.share, limits.max_running_requests)
+                lower_slots += min(slots, theirs.num_requests + num_queued)
+                lower_rows += min(_part(other.facts.share, limits.max_rows), theirs.num_rows + num_queued)
+        if num >= limits.max_running_requests or not own.num_requests:
+            return num < limits.max_running_requests  # one of each class may always run
+        if num_higher_queued and sum(r.num_rows for r in self._by_class.values()) >= limits.max_rows > 0:
+            return own.num_requests < _part(queue.facts.share, limits.max_running_requests)
+        has_rows = not lower_rows or own.num_rows + demand.num_rows + lower_rows <= limits.max_rows
+        return has_rows and num + lower_slots < limits.max_running_requests
 
     def _start(self, passed: set[str]) -> Charge:
         charge = self.queue.pop(passed)
@@ -248,11 +260,13 @@ class AdmissionController:
         own_s = (self.forecast(demand, 0) if self.forecast is not None else None) or 0.0
         predicted_s = demand.waited_s + (wait_s or 0.0) + own_s
         name = self.queue.class_of(demand.service_class).facts.name
-        errors = self._errors.setdefault((name, wait_s is not None), Errors())
+        errors = self._errors_of((name, demand.tenant, wait_s is not None))
         ttft_s, wait_s = predicted_s + errors.margin_s, wait_s or 0.0
         if demand.deadline_s is None or ttft_s <= demand.deadline_s:
             self._predictions[demand.request_id] = predicted_s, errors
             return None
+        if predicted_s <= demand.deadline_s and self.queue.class_of(name).tenants.num_requests == 1:
+            errors.fade()  # nobody else waits from whom to learn that it is too much
         return Overloaded(
             f"refused by gate deadline: the first token is expected within {ttft_s:.3g} s ({wait_s:.3g} s in the queue,"
             f" {own_s:.3g} s for the prompt, {errors.margin_s:.3g} s since such predictions are off), the deadline is"
@@ -263,6 +277,12 @@ class AdmissionController:
             setting=demand.deadline_setting,
             retry_after_s=max(self.limits.retry_after_s, min(wait_s, ttft_s - demand.deadline_s)),
         )
+
+    def _errors_of(self, kind: tuple[str, str, bool]) -> Errors:
+        """How far predictions were off for a class and tenant, and for requests that wait or do not."""
+        if kind not in self._errors and len(self._errors) >= MAX_ERRORS:
+            del self._errors[next(iter(self._errors))]
+        return self._errors.setdefault(kind, Errors())
 
     def _shed(self, gate: str, value: int, limit: float, key: str, queue: ClassQueue) -> Overloaded:
         setting = f"{self.limits.section}.{key}"

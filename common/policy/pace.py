@@ -10,7 +10,9 @@ from dataclasses import dataclass
 MEMORY = 32
 MIN_STARTS = 3
 # Weight of the latest error, and how many mean deviations to be on the safe side of it.
-ERROR_WEIGHT, MARGIN_DEVIATIONS = 1 / 16, 2.0
+ERROR_WEIGHT, MARGIN_DEVIATIONS = 1 / 16, 3.0
+# Part of a margin that goes with each request that is refused for it.
+FADE_WEIGHT = 1 / 64
 
 
 @dataclass(slots=True)
@@ -64,6 +66,11 @@ class Errors:
         """It took that much longer than predicted."""
         self.deviation_s += ERROR_WEIGHT * (abs(error_s - self.mean_s) - self.deviation_s)
         self.mean_s += ERROR_WEIGHT * (error_s - self.mean_s)
+
+    def fade(self) -> None:
+        """Somebody was refused for the margin alone: where nobody is let in nothing more is learnt."""
+        self.mean_s *= 1.0 - FADE_WEIGHT
+        self.deviation_s *= 1.0 - FADE_WEIGHT
 
     @property
     def margin_s(self) -> float:

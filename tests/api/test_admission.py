@@ -18,7 +18,7 @@ from common.policy.views import ServiceClass
 from common.request import Request, SamplingParams
 from common.worker import WorkerOptions
 from decoded.api.errors import error_body, error_headers, http_status
-from decoded.deadline import Deadline
+from decoded.deadline import GRACE_S, Deadline
 from decoded.demands import demand_of
 from decoded.dispatch import Dispatcher, DispatchSettings
 from decoded.metrics import DecodeMetrics
@@ -167,8 +167,8 @@ async def test_a_peer_gets_what_is_left_of_the_deadline():
     request = Request("r", (1, 2, 3), SamplingParams(max_tokens=1), deadline_s=10.0)
     now = time.monotonic()
     deadline = Deadline(demand_of(request, 1, "admission.deadline", 0.0), now - 4.0, lambda: None)
-    assert deadline.from_now(request, now + 1.0).deadline_s == pytest.approx(5.0)
-    assert deadline.from_now(request, now + 100.0).deadline_s > 0
+    assert deadline.from_now(request, now + 1.0).deadline_s == pytest.approx(5.0 + GRACE_S)
+    assert deadline.from_now(request, now + 100.0).deadline_s == GRACE_S
     deadline.cancel()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +29,7 @@ from common.policy.fallback import FallbackBudget
 from common.request import Request, SamplingParams
 from decoded import dispatch
 from decoded.api.errors import error_body, error_headers, http_status
+from decoded.deadline import GRACE_S
 from decoded.dispatch import Dispatcher, DispatchSettings
 from decoded.metrics import DecodeMetrics
 from decoded.remote import start_remote
@@ -244,6 +246,18 @@ async def test_to_be_asked_again_a_peer_may_have_to_open_its_data_links_first():
 
     ask, peer.prefill = peer.prefill, refuse
     assert await site.run() == "imported" and peer.num_asked == 1
+
+
+async def test_a_peer_is_told_what_is_left_of_the_deadline():
+    peer, asked = Peer(), []
+    prefill = peer.prefill
+    peer.prefill = lambda wanted, *memory: asked.append(wanted.deadline_s) or prefill(wanted, *memory)
+    site = Site(peer)
+    for deadline_s in (10.0, None):
+        active = site.made.submit(replace(request(), deadline_s=deadline_s), arrived_at=time.monotonic() - 4.0)
+        async for _ in active:
+            pass
+    assert asked == [pytest.approx(6.0 + GRACE_S, abs=0.5), None]
 
 
 async def test_a_request_waits_for_a_peer_that_is_just_joining():

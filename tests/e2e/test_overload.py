@@ -51,7 +51,7 @@ def test_overload_is_served_in_shares_and_refused_cleanly(tmp_path: Path) -> Non
         assert rise("prfaas_requests_total") == len(run.outcomes)
         assert rise('prfaas_slo_requests_total{class="high",result="met",target="ttft"}') == len(run.of("ok", "high"))
         assert rise('prfaas_slo_requests_total{class="low",result="met",target="ttft"}') == len(run.of("ok", "low"))
-        assert run.service_share("low") > SHARES["low"] / 2, "it is sure of a fifth; few requests were served"
+        assert run.service_share("low") > 0.75 * SHARES["low"], "it is sure of a fifth; a run this short has noise"
         assert run.service_share("high") > run.service_share("low")
         assert all(Counter(o.key for o in run.of("ok"))[key] for key in KEYS), "the greedy key leaves room for others"
         assert run.max_reserved_bytes <= after["prfaas_max_state_bytes"]

@@ -86,7 +86,7 @@ class _Metric:
     def set(self, _: object) -> None:
         """Gauges are not looked at."""
 
-    set_function = remove = set
+    set_function = remove = __call__ = set
 
 
 class _Counted(_Metric):

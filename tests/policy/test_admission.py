@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import random
 from collections import Counter
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.errors import InvalidRequest, Overloaded
+from common.policy import admission
 from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.views import Demand, ServiceClass
 
@@ -28,6 +31,13 @@ def test_runs_then_queues_then_sheds_with_the_setting_named():
         offer(c, "e")
     assert (e.value.gate, e.value.value, e.value.limit, e.value.status) == ("queued_requests", 2, 2, 429)
     assert e.value.setting == "admission.max_queued_requests"
+
+
+def test_one_place_in_the_queue_is_one_place():
+    c = controller(running=1, queued=1)
+    assert [offer_or_gate(c, Demand(f"{n}", 10, 10)) for n in range(6)] == ["running", "queued"] + [
+        "queued_requests"
+    ] * 4
 
 
 def test_release_starts_in_order_of_arrival():
@@ -56,6 +66,32 @@ def test_state_memory_holds_the_next_back_without_overtaking():
     assert offer(c, "small", state=10) == "queued"
     assert c.release("a") == ["b", "small"]
     assert c.state_bytes == 610
+
+
+def test_nor_does_another_class_take_the_memory_that_it_waits_for():
+    c = of_class(running=100, state=1000)
+    c.offer(Demand("first", 10, 600, service_class="low"))
+    assert c.offer(Demand("large", 10, 600, service_class="high")) == "queued"
+    # Its class has had nothing yet, the low one has: it is the large one's turn.
+    assert c.queue.head().request_id == "large"
+    assert c.offer(Demand("small", 10, 100, service_class="low")) == "queued"
+    assert c.release("first") == ["large", "small"]
+
+
+def test_service_is_what_requests_took_not_what_they_might_have():
+    """Both tenants may put out 1,000 tokens; those of one end after ten."""
+    c = AdmissionController(AdmissionLimits(1, 1000, 10**9, 10**9))
+    spent: Counter[str] = Counter()
+    for n in range(300):
+        for tenant in ("brief", "long"):
+            c.offer(Demand(f"{tenant}{n}", 10, 1, 1000, tenant=tenant))
+    for _ in range(200):
+        (request_id,) = c.running
+        tenant = request_id.rstrip("0123456789")
+        num_output = 10 if tenant == "brief" else 1000
+        spent[tenant] += 10 + num_output
+        c.release(request_id, 0.0, num_output)
+    assert spent["brief"] == pytest.approx(spent["long"], rel=0.5), "by number they would be 1 to 50"
 
 
 def test_limits_that_shrank_do_not_block_the_queue_for_ever():
@@ -88,12 +124,48 @@ def of_class(running=2, queued=10, rows=0, state=1 << 40, **limits) -> Admission
 
 
 def test_a_higher_class_does_not_wait_for_running_ones_of_lower_classes():
-    c = of_class(running=2)
-    assert [c.offer(Demand(f"low{n}", 10, 10, service_class="low")) for n in range(3)] == ["running"] * 2 + ["queued"]
-    assert [c.offer(Demand(f"high{n}", 10, 10, service_class="high")) for n in range(3)] == ["running"] * 2 + ["queued"]
-    assert c.release("high0") == ["high2"], "the low one waits until its own have ended"
-    assert c.release("low0") == [] and c.release("low1") == []
-    assert c.release("high1") == ["low2"]
+    c = of_class(running=4)
+    assert [c.offer(Demand(f"low{n}", 10, 10, service_class="low")) for n in range(5)] == ["running"] * 4 + ["queued"]
+    high = [c.offer(Demand(f"high{n}", 10, 10, service_class="high")) for n in range(5)]
+    assert high == ["running"] * 3 + ["queued"] * 2, "one slot of four is left to the low ones, a fifth at least"
+    assert c.release("high0") == ["high3"], "the low one waits: as many run as may"
+    assert [c.release(f"low{n}") for n in range(4)] == [[], [], [], ["low4"]], "3 high ones and a low one"
+    assert c.release("low4") == ["high4"]
+
+
+@pytest.mark.parametrize("num_slots", [4, 7, 12, 40])
+@pytest.mark.parametrize("has_rows", [False, True])
+def test_a_lower_class_gets_its_share_of_the_slots(num_slots, has_rows):
+    """Both have requests all the time, each lasts as long as it costs; high ones hold every slot at first."""
+    rng = random.Random(num_slots)
+    c = of_class(running=num_slots, queued=1000, rows=num_slots if has_rows else 0)
+    costs, ends, served, num = {}, [], Counter(), 0
+
+    def begin(ids, now):
+        for name in ids:
+            heapq.heappush(ends, (now + costs[name], name))
+
+    def offer(name, now):
+        nonlocal num
+        num += 1
+        request_id = f"{name}{num}"
+        costs[request_id] = rng.randint(50, 500)
+        if c.offer(Demand(request_id, costs[request_id], 1, service_class=name), now) == "running":
+            begin([request_id], now)
+        begin(c.pump(now), now)
+
+    for name in ("high", "low"):
+        for _ in range(2 * num_slots):
+            offer(name, 0.0)
+    while num < 4000:
+        now, request_id = heapq.heappop(ends)
+        name = request_id.rstrip("0123456789")
+        served[name] += costs[request_id]
+        begin(c.release(request_id, now, 0), now)
+        offer(name, now)
+        assert len(c.running) >= num_slots, "no slot is idle while requests wait"
+    assert served["low"] / served.total() >= 0.19
+    assert served["high"] / served.total() >= 0.55
 
 
 def test_lower_classes_keep_their_rows_of_the_batch():
@@ -105,6 +177,20 @@ def test_lower_classes_keep_their_rows_of_the_batch():
     for n in range(12):
         c.release(f"low{n}")
     assert not c.queue, "with no low one about, all of the batch"
+
+
+def test_nobody_is_admitted_to_wait_for_a_row_while_higher_classes_wait():
+    c = of_class(running=12, rows=8, queued=100)
+    for n in range(20):
+        for name in ("low", "high"):
+            c.offer(Demand(f"{name}{n}", 10, 10, service_class=name))
+            c.pump()
+    running = Counter(d.service_class for d in c.running.values())
+    assert running["high"] + running["low"] >= 8, "every row has somebody"
+    while running["low"] > 3:  # they came before the high ones
+        c.release(next(n for n in c.running if n.startswith("low")))
+        running = Counter(d.service_class for d in c.running.values())
+    assert running == {"high": 6, "low": 3}, "rows 6 and 2, and the low one's third slot of twelve"
 
 
 def test_room_in_the_queue_that_others_are_sure_of_is_not_given_away():
@@ -177,6 +263,28 @@ def test_waiting_is_predicted_from_how_fast_the_queue_was_seen_to_drain():
     assert offer_or_gate(c, timed(9.0, "early"), 20.5) == "deadline"
     assert offer_or_gate(c, timed(11.0, "late"), 20.5) == "queued"
     assert offer_or_gate(c, timed(11.0, "stuck"), 40.0) == "deadline", "nothing has started for twenty seconds"
+
+
+def test_a_margin_that_lets_nobody_in_does_not_last():
+    """Ten requests took 50 s longer than was thought; from then on all is well again."""
+    c = AdmissionController(AdmissionLimits(1, 100, 10**6, 10**9), forecast=lambda d, before: 0.1)
+    for n in range(10):
+        assert c.offer(timed(None, f"slow{n}")) == "running"
+        c.note_ttft(f"slow{n}", 50.0)
+        c.release(f"slow{n}")
+    answers = [offer_or_gate(c, timed(10.0, f"{n}")) for n in range(300)]
+    first = answers.index("running")
+    assert first > 10, "a margin is not forgotten at once"
+
+
+def test_errors_of_many_tenants_are_not_kept_for_ever(monkeypatch):
+    monkeypatch.setattr(admission, "MAX_ERRORS", 10)
+    c = AdmissionController(AdmissionLimits(1, 100, 10**6, 10**9))
+    for n in range(50):
+        c.offer(Demand(f"{n}", 1, 1, tenant=f"t{n}"))
+        c.note_ttft(f"{n}", 1.0)
+        c.release(f"{n}")
+    assert len(c._errors) == 10
 
 
 def test_a_high_class_is_not_thought_to_wait_for_a_low_one():
@@ -269,6 +377,7 @@ class Books(RuleBasedStateMachine):
         assert running["low"] <= limits.max_running_requests
         assert c.pump(self.now) == [], "nothing waits that could run"
         assert c.running or not c.queue, "an idle node has no queue"
+        assert set(c._predictions) <= self.waiting | set(c.running), "nothing is kept of those that have ended"
 
 
 TestBooks = Books.TestCase

@@ -99,6 +99,20 @@ def test_what_was_charged_too_much_comes_back():
     assert spent["short"] == pytest.approx(spent["long"], abs=200)
 
 
+def test_what_comes_back_while_nothing_waits_is_no_credit():
+    queue = FairQueue()
+    push(queue, demand("first", 1000, tenant="a"))
+    first = queue.pop()
+    for n in range(20):
+        push(queue, demand(f"b{n}", 100, tenant="b"))
+        if n < 10:
+            queue.pop()
+    queue.settle(first, 0.0)
+    for n in range(10):
+        push(queue, demand(f"a{n}", 100, tenant="a"))
+    assert Counter(queue.pop().demand.tenant for _ in range(10)) == {"a": 5, "b": 5}
+
+
 def test_other_classes_by_reload_lose_nothing():
     queue = FairQueue(CLASSES)
     for n in range(30):

@@ -44,7 +44,11 @@ def test_the_margin_covers_most_of_what_comes_later():
         error = rng.gauss(0.5, 0.2)
         late += n >= 200 and error > errors.margin_s
         errors.note(error)
-    assert 0.0 < late / 1800 < 0.12
+    assert 0.0 < late / 1800 < 0.05
+    before = errors.margin_s
+    for _ in range(200):
+        errors.fade()
+    assert errors.margin_s < 0.1 * before, "where nobody is let in any more, somebody will be again"
     for _ in range(200):
         errors.note(-3.0)
     assert errors.margin_s == 0.0, "what comes early needs no margin, and is not counted on"
