@@ -1,4 +1,4 @@
-"""A chat over two real daemons: what was computed or said before is neither computed nor sent again, for nobody else."""
+"""A chat over two real daemons: what was computed or said is neither computed nor sent again, for nobody else."""
 
 from __future__ import annotations
 
