@@ -84,7 +84,7 @@ class Cluster:
         self._nodes = {node.name: node for node in (*self.remote, *self.prefill)}
         self._costs = {"remote": d.remote.cost(), "own": d.own.cost()}
         self._free_at = dict.fromkeys((*self._nodes, *(m.name for m in self.mixed)), 0.0)
-        self._promised_bytes = 0.0
+        self._promised = dict.fromkeys(self._nodes, 0.0)
         self._goodput_bps, self._goodput_at, self._goodput_bytes = 0.0, 0.0, 0.0
         self.finished: list[SimRequest] = []
 
@@ -136,6 +136,8 @@ class Cluster:
             num_held_tokens=here,
             raw_bytes=int(raw),
             final_bytes=int(min(raw, state.fixed_bytes + state.bytes_per_token * last)),
+            fixed_bytes=int(state.fixed_bytes),
+            token_bytes=state.bytes_per_token,
             ttft_slo_s=self._ttft_slo(request.num_prompt) if self._ttft_slo is not None else None,
         )
         peers = self._remote_views(there, int(state.num_bytes(here, there))) + [
@@ -153,7 +155,8 @@ class Cluster:
                 node.name, True, num_queued_tokens=node.num_queued_tokens,
                 queued_s=max(0.0, self._free_at[node.name] - now), cost=self._costs["remote"],
                 num_cached_tokens=cached, chunk_tokens=d.chunk_tokens, capacity_bps=self.link.rate_bps,
-                goodput_bps=self._goodput_bps, confidence=1.0, queued_bytes=self._promised_bytes, rtt_s=d.rtt_s,
+                goodput_bps=self._goodput_bps, confidence=1.0, path="wan", queued_bytes=self._promised[node.name],
+                rtt_s=d.rtt_s,
                 codec_ratio=d.codec_ratio, push_bytes=push_bytes,
             )
             for node in self.remote
@@ -207,12 +210,13 @@ class Cluster:
         start = view.num_cached_tokens
         if is_remote and not decision.push_tokens:
             start = min(self.caches[1].match(request.blocks), tokens)
-        request.place, request.num_computed = node.name.rstrip("0123456789"), tokens - start
+        request.node, request.place = node.name, node.name.rstrip("0123456789")
+        request.num_computed = tokens - start
         self._book(node, self._costs[request.place].seconds(start, tokens - start))
         if not is_remote:
             node.put(request, start, tokens, self._own_chunk)
             return
-        self._promised_bytes += view.raw_bytes * self.deployment.codec_ratio
+        self._promised[node.name] += view.raw_bytes * self.deployment.codec_ratio
         request.is_all_computed = False
         if decision.push_tokens:
             pushed = self.deployment.state.num_bytes(start, min(self.caches[1].match(request.blocks), start))
@@ -247,7 +251,7 @@ class Cluster:
         self.link.send(encoded, self._chunk_sent, request, ends_at, encoded)
 
     def _chunk_sent(self, request: SimRequest, ends_at: float, num_bytes: float) -> None:
-        self._promised_bytes -= num_bytes
+        self._promised[request.node] -= num_bytes
         if self.loop.now < ends_at:
             self.loop.at(ends_at, self._chunk_arrived, request)
         else:

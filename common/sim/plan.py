@@ -117,7 +117,7 @@ def simulated(question: Scenario, way: str, solved: Solution, mode: Mode) -> dic
     slo = Slo(lambda _: question.ttft_slo_s, question.tpot_slo_s)
     cluster = Cluster(
         deployment(question, way, solved),
-        Rules(mode, solved.threshold_tokens, 2),
+        Rules(mode, solved.threshold_tokens, 2, solved.threshold_tokens),
         ttft_slo=slo.ttft_s,
     )
     done = cluster.run(arrive(question.shapes, question.load * solved.throughput_rps, rng, cv=question.cv))
@@ -144,7 +144,7 @@ def saturated_rps(question: Scenario, way: str, solved: Solution, mode: Mode) ->
     """
     window = 2 * question.own.max_rows * max(1, int(solved.num_decode)) + 40
     requests = _chained(question.shapes, window)
-    rules = Rules(mode, solved.threshold_tokens, 2)
+    rules = Rules(mode, solved.threshold_tokens, 2, solved.threshold_tokens)
     done = Cluster(deployment(question, way, solved), rules).run(requests)
     ends = [r.done_at for r in done]
     first, last = len(ends) // 4, len(ends) - window

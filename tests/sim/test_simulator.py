@@ -65,7 +65,7 @@ def test_prediction_is_exact_where_the_router_knows_all():
     assert {r.place for r in done.values()} == {"own", "remote"}
     own = [r for r in done.values() if r.place == "own" and r.number < 3]
     assert all(r.predicted_ttft_s == pytest.approx(r.ttft_s, abs=0.021) for r in own)
-    assert cluster._promised_bytes == pytest.approx(0.0, abs=1.0)
+    assert sum(cluster._promised.values()) == pytest.approx(0.0, abs=1.0)
 
 
 def test_link_is_shared_evenly_and_follows_its_rate():
