@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+from common.policy.capacity import Plant
 from common.policy.costs import StateSize
 from common.policy.profile import NodeProfile
 from common.policy.routing import RouteDecision, Rules, decide
+from common.policy.threshold import Signals, ThresholdController
 from common.policy.views import LocalView, PeerView, RequestView
 from common.sim.caches import BlockCache
 from common.sim.links import Link
@@ -23,6 +25,7 @@ from common.sim.nodes import DecodeNode, PrefillNode
 from common.sim.workload import BLOCK_TOKENS, SimRequest
 
 GOODPUT_S = 2.0
+CONTROL_S = 1.0
 TtftSlo = Callable[[int], float]
 
 
@@ -56,7 +59,9 @@ class Deployment:
 
 
 class Cluster:
-    """One run. `ttft_slo` gives the SLO of a request by its prompt length, for policies that look at it."""
+    """One run. `ttft_slo` gives the SLO of a request by its prompt length, for policies that look at it. `controller`
+    keeps the threshold of `rules` up to date, over `plant` (with the rate that the link has then).
+    """
 
     def __init__(
         self,
@@ -64,11 +69,14 @@ class Cluster:
         rules: Rules,
         *,
         ttft_slo: TtftSlo | None = None,
+        controller: ThresholdController | None = None,
+        plant: Plant | None = None,
         on_decision: Callable[[RequestView, Sequence[PeerView], LocalView, RouteDecision], None] | None = None,
     ) -> None:
         self.loop = Loop()
         self.deployment, self.rules = deployment, rules
         self._ttft_slo, self._on_decision = ttft_slo, on_decision
+        self._controller, self._plant, self._stepped_at = controller, plant, 0.0
         d = deployment
         if d.own.decode is None:
             raise ValueError(f"profile {d.own.name!r} does not decode, so it cannot stand at decoded's site")
@@ -109,6 +117,8 @@ class Cluster:
 
     def _arrive(self, request: SimRequest) -> None:
         view, peers, local = self._views(request)
+        if self._controller is not None:
+            self._control(self._controller, view)
         decision = decide(view, peers, local, self.rules, is_told=self._on_decision is not None)
         if self._on_decision is not None:
             self._on_decision(view, peers, local, decision)
@@ -121,6 +131,23 @@ class Cluster:
             self._prefill_here(request, view, decision)
         else:
             self._prefill_there(request, view, decision)
+
+    def _control(self, controller: ThresholdController, view: RequestView) -> None:
+        """Both loops of the threshold, as far as they are due."""
+        controller.observe(view.num_uncached_tokens)
+        now, d = self.loop.now, self.deployment
+        if now - self._stepped_at < CONTROL_S:
+            return
+        self._stepped_at = now
+        far_s, own_s = (
+            max(0.0, min((self._free_at[node.name] - now for node in nodes), default=0.0))
+            for nodes in (self.remote, self.prefill)
+        )
+        link_s = 8 * sum(self._promised.values()) / self.link.rate_bps
+        signals = Signals(self._goodput_bps / self.link.rate_bps, 0.0, max(far_s, link_s), own_s)
+        plant = replace(self._plant, egress_bps=self.link.rate_bps) if self._plant is not None else None
+        controller.step(now, signals, plant, d.num_prefill, d.num_decode)
+        self.rules = replace(self.rules, threshold_tokens=controller.threshold_tokens, exchange_tokens=controller.base)
 
     def _views(self, request: SimRequest) -> tuple[RequestView, list[PeerView], LocalView]:
         now, tokens = self.loop.now, request.num_prompt - 1
