@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.policies.cells import CVS, LINKS_GBPS, POLICIES, SLOS, WORKLOADS, Cell, run, tuned
+from common.policy.adaptive import WEIGHTS, Weights
 
 
-def measure(cell: Cell) -> dict[str, Any]:
+def measure(cell: Cell, weights: Weights) -> dict[str, Any]:
     """All policies in one cell."""
     best, roles, rate_rps = tuned(cell)
-    outcomes = {policy: run(cell, policy) for policy in POLICIES}
+    outcomes = {policy: run(cell, policy, weights) for policy in POLICIES}
     goodput = {
         slo: {policy: next(o.goodput[slo] for o in found if slo in o.goodput) for policy, found in outcomes.items()}
         for slo in SLOS
@@ -105,14 +106,20 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
     parser.add_argument("--links", nargs="+", type=float, default=list(LINKS_GBPS), metavar="GBPS")
+    parser.add_argument("--price", type=float, default=WEIGHTS.price, help="weight of prices, 0 for none")
+    parser.add_argument(
+        "--late-factor", type=float, default=WEIGHTS.late_factor, help="1 treats late requests as others"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     args = parser.parse_args()
+    weights = Weights(args.price, args.late_factor)
     started, cells = time.monotonic(), []
     for name in args.workloads:
         for gbps in args.links:
             for cv in CVS:
-                cells.append(measure(Cell(name, gbps, cv, args.load, args.requests, args.traces, args.seed)))
+                cell = Cell(name, gbps, cv, args.load, args.requests, args.traces, args.seed)
+                cells.append(measure(cell, weights))
                 told = ", ".join(f"{slo} {gain(cells[-1], slo):+.0%}" for slo in SLOS)
                 print(f"{name:10s} {gbps:4g} Gbit/s CV {cv:g}: {told}", file=sys.stderr, flush=True)
     print(verdict(cells))

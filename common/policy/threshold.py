@@ -36,8 +36,8 @@ class Marks:
     """When to act. A signal at its `high` mark raises the threshold, all below the `low` ones let it fall.
 
     At the best threshold a scarce path is full all the time, so a full path alone is no reason: the own side must have
-    the shorter queue by `margin_s`, or it would be handed what it cannot do either. When its queue is the longer one by as
-    much, the threshold falls at once.
+    the shorter queue by `margin_s`, or it would be handed what it cannot do either. When its queue is the longer one by
+    as much, the threshold falls at once.
     """
 
     high: Signals = Signals(0.95, 0.05, 8.0)
