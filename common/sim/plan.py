@@ -188,6 +188,8 @@ def advice(question: Scenario, solved: dict[str, Solution]) -> dict[str, Any]:
 
 def quicker_from(question: Scenario) -> int | None:
     """The shortest prompt whose state is here sooner from an idle remote node than from an idle own one."""
+    if not question.num_remote:
+        return None
     for length in question.lengths.lengths[:: max(1, len(question.lengths.lengths) // 2000)]:
         link_s = 8 * question.codec_ratio * question.state.num_bytes(length) / question.egress_bps
         if max(question.remote.prefill(length), link_s) + question.rtt_s < question.own.prefill(length):

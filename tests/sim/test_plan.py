@@ -109,3 +109,11 @@ def test_trace_is_read_beside_its_scenario(tmp_path):
     # All but the first find the shared first block.
     assert question.lengths.mean == pytest.approx((599 + sum(599 + n - 512 for n in range(1, 120))) / 120)
     assert not math.isnan(plan(question, simulates=False)["closed_form"]["prfaas"]["throughput_rps"])
+
+
+def test_without_a_remote_site_there_is_nothing_to_pay_for():
+    told = plan(scenario(PAPER | {"num_remote": 0}), simulates=False)
+    assert "naive" not in told["closed_form"]
+    assert told["closed_form"]["prfaas"]["offloaded"] == 0.0
+    assert told["advice"]["why_not"] == "nothing would be offloaded"
+    assert told["advice"]["quicker_remote_from_tokens"] is None
