@@ -18,6 +18,7 @@ from common.sim.charts import Series, html_table, line_chart, page
 from common.sim.cluster import Cluster, Deployment
 from common.sim.report import Slo, summary
 from common.sim.scenario import Scenario
+from common.sim.traces import Trace
 from common.sim.workload import Shape, SimRequest, arrive
 
 _MODES: tuple[tuple[str, Mode], ...] = (
@@ -113,14 +114,13 @@ def deployment(question: Scenario, way: str, solved: Solution) -> Deployment:
 
 def simulated(question: Scenario, way: str, solved: Solution, mode: Mode) -> dict[str, Any]:
     """One run at `load` of the predicted throughput; `throughput_rps` is then what was offered."""
-    rng = np.random.default_rng(_SEED)
     slo = Slo(lambda _: question.ttft_slo_s, question.tpot_slo_s)
     cluster = Cluster(
         deployment(question, way, solved),
         Rules(mode, solved.threshold_tokens, 2, solved.threshold_tokens),
         ttft_slo=slo.ttft_s,
     )
-    done = cluster.run(arrive(question.shapes, question.load * solved.throughput_rps, rng, cv=question.cv))
+    done = cluster.run(_arrivals(question, question.load * solved.throughput_rps))
     told = summary(done, cluster.link.num_bytes, slo)
     ttft = told["ttft_s"]
     threshold = solved.threshold_tokens
@@ -135,6 +135,16 @@ def simulated(question: Scenario, way: str, solved: Solution, mode: Mode) -> dic
         **{f"tpot_{p}_s": told["tpot_s"][p] for p in ("p50", "p90", "p99")},
         **{name: told[name] for name in ("throughput_rps", "goodput_rps", "slo_met", "egress_bps", "offloaded")},
     }
+
+
+def _arrivals(question: Scenario, rate_rps: float) -> list[SimRequest]:
+    if question.instants:
+        recorded_rps = len(question.instants) / (question.instants[-1] or 1.0)
+        return Trace(question.shapes, question.instants).requests(rate_rps / recorded_rps)
+    rng = np.random.default_rng(_SEED)
+    return arrive(
+        question.shapes, rate_rps, rng, cv=question.cv, swing=question.swing, period_s=question.period_s
+    )  # fmt: skip
 
 
 def saturated_rps(question: Scenario, way: str, solved: Solution, mode: Mode) -> float:
