@@ -18,10 +18,11 @@ from common.policy.adaptive import WEIGHTS, Weights
 from common.policy.capacity import Model, Plant, Solution
 from common.policy.lengths import Lengths
 from common.policy.routing import Mode, Rules
-from common.sim.cluster import Cluster, Deployment
+from common.sim.cluster import Cluster
 from common.sim.plan import plant
 from common.sim.report import Slo, percentiles, span_s
 from common.sim.scenario import PAPER, Scenario, scenario, uncached_lengths
+from common.sim.site import Deployment
 from common.sim.traces import read_trace
 from common.sim.workload import Shape, arrive, log_normal, retrieval
 

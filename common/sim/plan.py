@@ -15,9 +15,10 @@ import numpy as np
 from common.policy.capacity import Model, Plant, Solution
 from common.policy.routing import Mode, Rules
 from common.sim.charts import Series, html_table, line_chart, page
-from common.sim.cluster import Cluster, Deployment
+from common.sim.cluster import Cluster
 from common.sim.report import Slo, summary
 from common.sim.scenario import Scenario
+from common.sim.site import Deployment
 from common.sim.traces import Trace
 from common.sim.workload import Shape, SimRequest, arrive
 
@@ -130,7 +131,7 @@ def simulated(question: Scenario, way: str, solved: Solution, mode: Mode) -> dic
         "num_prefill": solved.num_prefill,
         "num_decode": solved.num_decode,
         "ttft_mean_s": ttft["mean"],
-        "duty": cluster.duty(max(r.done_at for r in done)),
+        "duty": cluster.hardware.duty(max(r.done_at for r in done)),
         **{f"ttft_{p}_s": ttft[p] for p in ("p50", "p90", "p99")},
         **{f"tpot_{p}_s": told["tpot_s"][p] for p in ("p50", "p90", "p99")},
         **{name: told[name] for name in ("throughput_rps", "goodput_rps", "slo_met", "egress_bps", "offloaded")},

@@ -13,11 +13,12 @@ from common.policy.routing import Rules
 from common.policy.threshold import ThresholdController
 from common.policy.views import record, replayed
 from common.sim.caches import BlockCache
-from common.sim.cluster import Cluster, Deployment
+from common.sim.cluster import Cluster
 from common.sim.links import Link, tcp_bps
 from common.sim.loop import Loop
 from common.sim.nodes import DecodeNode
 from common.sim.report import Slo, goodput_rps
+from common.sim.site import Deployment
 from common.sim.traces import read_trace
 from common.sim.workload import Shape, SimRequest, arrive, gaps, log_normal, retrieval, sessions
 
@@ -66,7 +67,7 @@ def test_prediction_is_exact_where_the_router_knows_all():
     assert {r.place for r in done.values()} == {"own", "remote"}
     own = [r for r in done.values() if r.place == "own" and r.number < 3]
     assert all(r.predicted_ttft_s == pytest.approx(r.ttft_s, abs=0.021) for r in own)
-    assert sum(cluster._promised.values()) == pytest.approx(0.0, abs=1.0)
+    assert sum(cluster.beliefs.promised.values()) == pytest.approx(0.0, abs=1.0)
 
 
 def test_link_is_shared_evenly_and_follows_its_rate():
