@@ -293,7 +293,7 @@ def test_broken_traces_are_named(tmp_path, text, message):
 
 
 @pytest.mark.slow
-def test_two_thousand_requests_a_second(paper_speed_seconds=None):
+def test_two_thousand_requests_a_second():
     """Of wall time, with the adaptive router; on a quiet core it is several times that."""
     import time
 
