@@ -18,7 +18,7 @@ ALL_MARKS := $(shell [ "$$(id -u)" = 0 ] && [ -c /dev/net/tun ] || echo 'not wan
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model models tiny-hybrid demo test test-all check bench bench-engine bench-lag bench-overload bench-transport bench-codecs clean
+.PHONY: help setup model models tiny-hybrid demo test test-all check bench bench-engine bench-lag bench-overload bench-transport bench-codecs clean bench-paper
 
 help: ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ bench-transport: setup ## the transport alone against iperf3, plain sockets and 
 
 bench-codecs: models tiny-hybrid ## codecs on real state: bytes, speed, and how much of what models say stays the same
 	@$(BIN)/python -m benchmarks.codecs $(ARGS)
+
+bench-paper: setup ## the paper's tables from its equations and simulated (seconds; ARGS="--html FILE" draws charts)
+	@$(BIN)/python -m benchmarks.paper $(ARGS)
 
 clean: ## remove .venv, build outputs and caches of the checkout (models in PRFAAS_HOME stay)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -21,7 +21,8 @@ def request_view(
 ) -> RequestView:
     """`num_kept_tokens` are left of attempts that failed: rows that decoded holds and can continue at."""
     num_tokens = request.num_prompt_tokens - 1
-    late = (spec for spec in info.layout.states if spec.kind in ("window", "recurrent"))
+    late = [spec for spec in info.layout.states if spec.kind in ("window", "recurrent")]
+    rows = [spec for spec in info.layout.states if spec.kind in ("full", "latent")]
     return RequestView(
         request.request_id,
         request.num_prompt_tokens,
@@ -33,6 +34,8 @@ def request_view(
         num_held_tokens=num_kept_tokens,
         raw_bytes=info.layout.transfer_bytes(num_kept_tokens, num_tokens),
         final_bytes=sum(s.num_bytes(num_tokens - max(num_kept_tokens, s.needed_from(num_tokens))) for s in late),
+        fixed_bytes=sum(s.num_bytes(max(1, s.window - 1)) for s in late),
+        token_bytes=float(sum(s.num_bytes(1) for s in rows)),
         ttft_slo_s=request.deadline_s,
         waited_s=waited_s,
     )

@@ -1,7 +1,8 @@
 """Where a prompt is prefilled, with every term kept for `decodectl explain`.
 
 `threshold` is the paper's rule on uncached tokens; `adaptive` compares the predicted times to first token of all
-alternatives and what each costs others (predict.py); `local-only` and `remote-only` are there to compare with. Pure.
+alternatives (predict.py) and what each costs others (adaptive.py); `local-only` and `remote-only` are there to
+compare with. Pure.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from common.policy.predict import NO_PRICE, PRICING, Alternative, Pricing, local_alternative, peer_alternatives
+from common.policy.adaptive import WEIGHTS, Weights, choose, prices
+from common.policy.predict import Alternative, alternatives
 from common.policy.views import LocalView, PeerView, RequestView
 from common.request import Route
 
@@ -32,12 +34,17 @@ ABUNDANT = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How to decide. `threshold_tokens`: 0 sends everything that has something to compute, inf nothing."""
+    """How to decide. `threshold_tokens`: 0 sends everything that has something to compute, inf nothing.
+
+    `exchange_tokens` is the threshold that was solved for the sites as they are (capacity.py); `adaptive` prices by it.
+    None: nothing is solved yet, and only times count. A threshold that somebody wrote down prices nothing.
+    """
 
     mode: Mode
     threshold_tokens: float
     max_attempts: int
-    pricing: Pricing = PRICING
+    exchange_tokens: float | None = None
+    weights: Weights = WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +78,11 @@ def decide(
     usable = [p for p in peers if p.is_usable and p.name not in request.failed_peers]
     can_try = len(request.failed_peers) < rules.max_attempts
     chances = usable if can_try else []
-    ways = _alternatives(request, chances, local, rules)
+    ways = alternatives(request, chances, local)
     if is_told and ways:
-        terms["alternatives"] = {_name(way): way.facts() for way in ways}
+        terms["alternatives"] = {way.name: way.facts() for way in ways}
     if rules.mode == "adaptive" and request.forced_route is None and chances and _is_known(chances, local):
-        return _decided(_best(request, ways), "adaptive", terms)
+        return _adaptive(request, ways, peers, local, rules, terms)
     wish, reason = _wish(request, usable, rules, terms if is_told else None)
     if wish == "own":
         return _own_side(ways, chances, local, reason, terms)
@@ -107,30 +114,24 @@ def _inequality(uncached: int, threshold: float) -> str:
     return f"{uncached} {sign} {threshold if math.isinf(threshold) or threshold % 1 else int(threshold)}"
 
 
-def _alternatives(request: RequestView, peers: Sequence[PeerView], local: LocalView, rules: Rules) -> list[Alternative]:
-    """All that can be predicted."""
-    pricing = rules.pricing if rules.mode == "adaptive" else NO_PRICE
-    ways = [way for p in peers for way in peer_alternatives(request, p, local, pricing)]
-    if local.can_prefill and (here := local_alternative(request, local, pricing)) is not None:
-        ways.append(here)
-    return ways
-
-
 def _is_known(peers: Sequence[PeerView], local: LocalView) -> bool:
     """Whether every alternative can be compared: before that `adaptive` decides as `threshold` does."""
     return all(p.cost is not None for p in peers) and (local.cost is not None or not local.can_prefill)
 
 
-def _best(request: RequestView, ways: Sequence[Alternative]) -> Alternative:
-    """Of those that keep the request's SLO, or of all when none does, the least own time and delay of others."""
-    if request.ttft_slo_s is not None:
-        left_s = request.ttft_slo_s - request.waited_s
-        ways = [way for way in ways if way.ttft_s <= left_s] or ways
-    return min(ways, key=lambda way: (way.ttft_s + way.delay_s, _name(way)))
-
-
-def _name(way: Alternative) -> str:
-    return "local" if way.peer is None else f"{way.peer} (push)" if way.push_tokens else way.peer
+def _adaptive(
+    request: RequestView,
+    ways: Sequence[Alternative],
+    peers: Sequence[PeerView],
+    local: LocalView,
+    rules: Rules,
+    terms: dict[str, object],
+) -> RouteDecision:
+    costs = prices(request, ways, peers, local, rules.exchange_tokens)
+    way, why = choose(request, ways, costs, rules.weights)
+    if terms:
+        terms |= {"choice": why, "prices_s": {w.name: round(c, 3) for w, c in zip(ways, costs, strict=True)}}
+    return _decided(way, "adaptive", terms)
 
 
 def _decided(way: Alternative, reason: str, terms: dict[str, object]) -> RouteDecision:
@@ -192,7 +193,7 @@ def _at_one_of(
 
 
 def _soonest(ways: Sequence[Alternative]) -> Alternative:
-    return min(ways, key=lambda way: (way.ttft_s, _name(way)))
+    return min(ways, key=lambda way: (way.ttft_s, way.name))
 
 
 def _ttft(ways: Sequence[Alternative], peer: str | None) -> float | None:

@@ -17,16 +17,28 @@ from common.policy.lengths import Lengths
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """How the far side does: parts of the path's capacity in use and of its bytes sent again, seconds of queue."""
+    """How both sides do.
+
+    Attributes:
+        utilisation, retransmitted: parts of the path's capacity in use, and of its bytes sent again.
+        queue_s: seconds until a new prompt's state could be here from the far side, itself not counted.
+        own_queue_s: seconds until a new prompt could start at decoded's own site.
+    """
 
     utilisation: float = 0.0
     retransmitted: float = 0.0
     queue_s: float = 0.0
+    own_queue_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """When to act. A signal at its `high` mark raises the threshold, all below the `low` ones let it fall."""
+    """When to act. A signal at its `high` mark raises the threshold, all below the `low` ones let it fall.
+
+    At the best threshold a scarce path is full all the time, so a full path alone is no reason: the own side must have
+    the shorter queue by `margin_s`, or it would be handed what it cannot do either. When its queue is the longer one by
+    as much, the threshold falls at once.
+    """
 
     high: Signals = Signals(0.95, 0.05, 8.0)
     low: Signals = Signals(0.80, 0.02, 3.0)
@@ -35,6 +47,7 @@ class Marks:
     most: float = 8.0
     fast_s: float = 2.0
     quiet_s: float = 10.0
+    margin_s: float = 2.0
     slow_s: float = 60.0
 
 
@@ -109,19 +122,16 @@ class ThresholdController:
         return solved
 
     def _fast(self, now: float, signals: Signals) -> None:
-        marks = self._marks
-        if _is_any_above(signals, marks.high):
+        marks, ahead_s = self._marks, signals.queue_s - signals.own_queue_s
+        if _is_any_above(signals, marks.high) and ahead_s > marks.margin_s:
             if now - self._raised_at >= marks.fast_s:
                 self.factor = min(self.factor * marks.raise_by, marks.most)
                 self._raised_at = now
-        elif (
-            self.factor > 1.0
-            and not _is_any_above(signals, marks.low)
-            and now - self._raised_at >= marks.quiet_s
-            and now - self._lowered_at >= marks.fast_s
-        ):
-            self.factor = max(1.0, self.factor * marks.lower_by)
-            self._lowered_at = now
+        elif self.factor > 1.0 and now - self._lowered_at >= marks.fast_s:
+            is_quiet = not _is_any_above(signals, marks.low) and now - self._raised_at >= marks.quiet_s
+            if is_quiet or ahead_s < -marks.margin_s:
+                self.factor = max(1.0, self.factor * (marks.lower_by if is_quiet else 1 / marks.raise_by))
+                self._lowered_at = now
 
 
 def _is_any_above(signals: Signals, marks: Signals) -> bool:

@@ -29,7 +29,8 @@ class PeerView:
         chunk_tokens: of one step there; 0 when unknown.
         capacity_bps, goodput_bps, confidence, retransmitted: the path to decoded; capacity 0 when unknown, the others
             0 to 1 or bits per second as measured lately.
-        queued_bytes: encoded bytes on that path, or still to be computed, that come before those of a new request.
+        path: peers with the same one share its capacity; "" is a path of its own.
+        queued_bytes: encoded bytes from this peer that decoded waits for, on the path or still to be computed.
         rtt_s: round trip.
         codec_ratio, codec_s_per_byte: encoded by raw bytes; seconds per raw byte that are not hidden behind compute.
         push_bytes: raw bytes that would let the peer continue where decoded can; 0: cannot be sent, or of no use.
@@ -50,6 +51,7 @@ class PeerView:
     goodput_bps: float = 0.0
     confidence: float = 0.0
     retransmitted: float = 0.0
+    path: str = ""
     queued_bytes: float = 0.0
     rtt_s: float = 0.0
     codec_ratio: float = 1.0
@@ -90,6 +92,7 @@ class RequestView:
         num_cached_tokens: the longest point at which decoded itself can continue.
         num_held_tokens: leading tokens whose rows decoded holds, so that they need not cross.
         raw_bytes: state that would cross from a remote peer; `final_bytes` of it leave with the last chunk only.
+        fixed_bytes, token_bytes: what any prompt's state takes, and each of its tokens.
         ttft_slo_s: what the time to first token may be; None asks for nothing.
         waited_s: what of it has passed already.
     """
@@ -104,6 +107,8 @@ class RequestView:
     num_held_tokens: int = 0
     raw_bytes: int = 0
     final_bytes: int = 0
+    fixed_bytes: int = 0
+    token_bytes: float = 0.0
     ttft_slo_s: float | None = None
     waited_s: float = 0.0
 

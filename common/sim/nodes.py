@@ -20,7 +20,7 @@ ChunkStarts = Callable[[SimRequest, int, float, bool], None]
 
 
 class PrefillNode:
-    """One prefill instance. `seconds(tokens)` is its profile; `on_chunk(request, tokens, ends_at, is_last)` is called
+    """One prefill instance. `seconds(tokens)` is its profile; `on_chunk(request, stop, ends_at, is_last)` is called
     when a chunk starts, as its state leaves while it is computed.
     """
 
@@ -63,7 +63,7 @@ class PrefillNode:
             self._queue[0] = (request, end, stop, on_chunk)
         # First, so that whatever the chunk leads to at its end sees the queue without it.
         self._loop.at(ends_at, self._chunk_done, end - start, is_last)
-        on_chunk(request, end - start, ends_at, is_last)
+        on_chunk(request, end, ends_at, is_last)
 
     def _chunk_done(self, num_tokens: int, is_last: bool) -> None:
         self.num_queued_tokens -= num_tokens

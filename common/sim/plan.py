@@ -15,9 +15,11 @@ import numpy as np
 from common.policy.capacity import Model, Plant, Solution
 from common.policy.routing import Mode, Rules
 from common.sim.charts import Series, html_table, line_chart, page
-from common.sim.cluster import Cluster, Deployment
+from common.sim.cluster import Cluster
 from common.sim.report import Slo, summary
 from common.sim.scenario import Scenario
+from common.sim.site import Deployment
+from common.sim.traces import Trace
 from common.sim.workload import Shape, SimRequest, arrive
 
 _MODES: tuple[tuple[str, Mode], ...] = (
@@ -113,14 +115,13 @@ def deployment(question: Scenario, way: str, solved: Solution) -> Deployment:
 
 def simulated(question: Scenario, way: str, solved: Solution, mode: Mode) -> dict[str, Any]:
     """One run at `load` of the predicted throughput; `throughput_rps` is then what was offered."""
-    rng = np.random.default_rng(_SEED)
     slo = Slo(lambda _: question.ttft_slo_s, question.tpot_slo_s)
     cluster = Cluster(
         deployment(question, way, solved),
-        Rules(mode, solved.threshold_tokens, 2),
+        Rules(mode, solved.threshold_tokens, 2, solved.threshold_tokens),
         ttft_slo=slo.ttft_s,
     )
-    done = cluster.run(arrive(question.shapes, question.load * solved.throughput_rps, rng, cv=question.cv))
+    done = cluster.run(_arrivals(question, question.load * solved.throughput_rps))
     told = summary(done, cluster.link.num_bytes, slo)
     ttft = told["ttft_s"]
     threshold = solved.threshold_tokens
@@ -130,11 +131,21 @@ def simulated(question: Scenario, way: str, solved: Solution, mode: Mode) -> dic
         "num_prefill": solved.num_prefill,
         "num_decode": solved.num_decode,
         "ttft_mean_s": ttft["mean"],
-        "duty": cluster.duty(max(r.done_at for r in done)),
+        "duty": cluster.hardware.duty(max(r.done_at for r in done)),
         **{f"ttft_{p}_s": ttft[p] for p in ("p50", "p90", "p99")},
         **{f"tpot_{p}_s": told["tpot_s"][p] for p in ("p50", "p90", "p99")},
         **{name: told[name] for name in ("throughput_rps", "goodput_rps", "slo_met", "egress_bps", "offloaded")},
     }
+
+
+def _arrivals(question: Scenario, rate_rps: float) -> list[SimRequest]:
+    if question.instants:
+        recorded_rps = len(question.instants) / (question.instants[-1] or 1.0)
+        return Trace(question.shapes, question.instants).requests(rate_rps / recorded_rps)
+    rng = np.random.default_rng(_SEED)
+    return arrive(
+        question.shapes, rate_rps, rng, cv=question.cv, swing=question.swing, period_s=question.period_s
+    )  # fmt: skip
 
 
 def saturated_rps(question: Scenario, way: str, solved: Solution, mode: Mode) -> float:
@@ -144,7 +155,7 @@ def saturated_rps(question: Scenario, way: str, solved: Solution, mode: Mode) ->
     """
     window = 2 * question.own.max_rows * max(1, int(solved.num_decode)) + 40
     requests = _chained(question.shapes, window)
-    rules = Rules(mode, solved.threshold_tokens, 2)
+    rules = Rules(mode, solved.threshold_tokens, 2, solved.threshold_tokens)
     done = Cluster(deployment(question, way, solved), rules).run(requests)
     ends = [r.done_at for r in done]
     first, last = len(ends) // 4, len(ends) - window
@@ -188,6 +199,8 @@ def advice(question: Scenario, solved: dict[str, Solution]) -> dict[str, Any]:
 
 def quicker_from(question: Scenario) -> int | None:
     """The shortest prompt whose state is here sooner from an idle remote node than from an idle own one."""
+    if not question.num_remote:
+        return None
     for length in question.lengths.lengths[:: max(1, len(question.lengths.lengths) // 2000)]:
         link_s = 8 * question.codec_ratio * question.state.num_bytes(length) / question.egress_bps
         if max(question.remote.prefill(length), link_s) + question.rtt_s < question.own.prefill(length):

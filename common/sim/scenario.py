@@ -51,6 +51,8 @@ _SEED = 1
 class Scenario:
     """A plan's question. `lengths` are of uncached tokens; `num_homogeneous` own nodes are the baseline without a
     remote site; `load` is the part of the predicted throughput at which times are simulated.
+    Intervals between arrivals vary by `cv`, and the rate swings by `swing` over `period_s`; or they come as at
+    `instants`, faster or slower.
     """
 
     name: str
@@ -69,6 +71,9 @@ class Scenario:
     mean_output: float
     load: float
     cv: float
+    swing: float
+    period_s: float
+    instants: tuple[float, ...]
     cache_tokens: float
     ttft_slo_s: float
     tpot_slo_s: float
@@ -107,6 +112,9 @@ def scenario(data: Mapping[str, Any], folder: Path = Path()) -> Scenario:
         mean_output=float(np.mean([s.num_output for s in shapes])),
         load=number(arrivals, "load", "arrivals", 0.8),
         cv=number(arrivals, "cv", "arrivals", 1.0),
+        swing=_swing(arrivals),
+        period_s=_unit(arrivals, "period", "arrivals", parse_duration, "24h"),
+        instants=_instants(_table(data, "workload"), arrivals, count, folder),
         cache_tokens=cache_tokens,
         ttft_slo_s=_unit(slo, "ttft", "slo", parse_duration, "10s"),
         tpot_slo_s=_unit(slo, "tpot", "slo", parse_duration, "50ms"),
@@ -138,6 +146,25 @@ def _shapes(workload: Mapping[str, Any], count: int, folder: Path) -> list[Shape
     if kind == "sessions":
         return sessions(count, rng, num_output=output)
     raise ValueError(f'workload.kind must be "log-normal", "trace", "retrieval" or "sessions", not {kind!r}')
+
+
+def _swing(arrivals: Mapping[str, Any]) -> float:
+    swing = number(arrivals, "swing", "arrivals", 0.0)
+    if swing >= 1:
+        raise ValueError(f"arrivals.swing must be below 1, not {swing}: the rate cannot fall below zero")
+    return swing
+
+
+def _instants(workload: Mapping[str, Any], arrivals: Mapping[str, Any], count: int, folder: Path) -> tuple[float, ...]:
+    """Those of the trace with arrivals.as_recorded; none otherwise."""
+    if not arrivals.get("as_recorded", False):
+        return ()
+    if workload.get("kind") != "trace":
+        raise ValueError('arrivals.as_recorded needs workload.kind = "trace"')
+    instants = read_trace(folder / str(workload.get("path", ""))).instants
+    if count > len(instants):
+        raise ValueError(f"arrivals.num_requests = {count}, but the trace has {len(instants)}")
+    return instants[:count]
 
 
 def _lengths(workload: Mapping[str, Any], shapes: Sequence[Shape], cache_tokens: float) -> Lengths:

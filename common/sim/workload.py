@@ -40,6 +40,7 @@ class SimRequest:
     blocks: tuple[int, ...] = ()
     next: list[tuple[float, SimRequest]] = field(default_factory=list)
     place: str = ""
+    node: str = ""
     reason: str = ""
     predicted_ttft_s: float | None = None
     num_computed: int = 0

@@ -15,7 +15,7 @@ from common.policy.threshold import LengthHistogram, Signals, ThresholdControlle
 from common.sim.plan import plant
 from common.sim.scenario import PAPER, scenario
 
-QUIET, FULL = Signals(), Signals(utilisation=0.97)
+QUIET, FULL = Signals(), Signals(utilisation=0.97, queue_s=5.0)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_too_few_requests_change_nothing(paper):
     assert controller.threshold_tokens == 1000.0
 
 
-@pytest.mark.parametrize("signal", [FULL, Signals(retransmitted=0.1), Signals(queue_s=20.0)])
+@pytest.mark.parametrize("signal", [FULL, Signals(retransmitted=0.1, queue_s=3.0), Signals(queue_s=20.0)])
 def test_fast_loop_raises_at_once_and_lowers_late(signal):
     controller = ThresholdController(1000.0)
     controller.step(0.0, signal)
@@ -81,6 +81,16 @@ def test_between_the_marks_it_stays():
     for now in range(10, 100, 10):
         controller.step(float(now), Signals(utilisation=0.9))
     assert controller.threshold_tokens == 1250.0
+
+
+def test_a_full_path_is_no_reason_while_the_own_side_is_as_busy():
+    controller = ThresholdController(1000.0)
+    for now in range(0, 20, 2):
+        controller.step(float(now), Signals(utilisation=1.0, queue_s=9.0, own_queue_s=8.0))
+    assert controller.threshold_tokens == 1000.0
+    controller.step(20.0, FULL)
+    controller.step(22.0, Signals(utilisation=1.0, queue_s=5.0, own_queue_s=9.0))
+    assert controller.threshold_tokens == 1000.0
 
 
 def test_it_is_bounded():

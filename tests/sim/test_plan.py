@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from common.sim.plan import html, plan, quicker_from
+from common.sim.plan import html, plan, quicker_from, simulated, solutions
 from common.sim.scenario import PAPER, scenario
 from decoded.ctl.__main__ import main
 
@@ -89,6 +89,9 @@ def test_printed_example_is_a_scenario(capsys, tmp_path):
         ({"remote": {"name": "x"}}, "profile 'x': prefill must be a table"),
         ({"own": {"name": "y", "prefill": {"constant_s": 1, "per_token_s": 1}}}, "own.decode is missing"),
         ({"workload": {"kind": "dreams"}}, "workload.kind must be"),
+        ({"arrivals": {"swing": 1.5}}, "arrivals.swing must be below 1"),
+        ({"arrivals": {"as_recorded": True}}, "arrivals.as_recorded needs"),
+        ({"arrivals": {"period": "long"}}, "arrivals.period: 'long' is not a duration"),
         ({"remote": {"name": "x", "prefill": {"points": [[1, 2]]}}}, "prefill.points: a curve needs two points"),
     ],
 )
@@ -108,4 +111,28 @@ def test_trace_is_read_beside_its_scenario(tmp_path):
     question = scenario(data | {"arrivals": {"num_requests": 120}}, tmp_path)
     # All but the first find the shared first block.
     assert question.lengths.mean == pytest.approx((599 + sum(599 + n - 512 for n in range(1, 120))) / 120)
+    recorded = scenario(data | {"arrivals": {"num_requests": 120, "as_recorded": True}}, tmp_path)
+    assert recorded.instants == tuple(float(n) for n in range(120))
     assert not math.isnan(plan(question, simulates=False)["closed_form"]["prfaas"]["throughput_rps"])
+
+
+def test_without_a_remote_site_there_is_nothing_to_pay_for():
+    told = plan(scenario(PAPER | {"num_remote": 0}), simulates=False)
+    assert "naive" not in told["closed_form"]
+    assert told["closed_form"]["prfaas"]["offloaded"] == 0.0
+    assert told["advice"]["why_not"] == "nothing would be offloaded"
+    assert told["advice"]["quicker_remote_from_tokens"] is None
+
+
+def test_plans_replay_a_trace_at_the_asked_rate(tmp_path):
+    lines = [
+        {"timestamp": 1000 * n, "input_length": 2000 + 30 * (n * 37 % 900), "output_length": 5, "hash_ids": []}
+        for n in range(900)
+    ]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    change = {"workload": {"kind": "trace", "path": "t.jsonl"}, "arrivals": {"as_recorded": True, "num_requests": 900}}
+    question = scenario(PAPER | change, tmp_path)
+    solved = solutions(question, is_exact=True)["prfaas"]
+    told = simulated(question, "prfaas", solved, "threshold")
+    # Evenly spaced at 0.8 of what can be served: answered at about the rate at which they come.
+    assert told["throughput_rps"] == pytest.approx(0.8 * solved.throughput_rps, rel=0.05)

@@ -1,0 +1,169 @@
+"""The cells of the comparison: workloads, links, arrivals, and one simulated run of a policy in one of them.
+
+The hardware is the paper's case study (common/sim/scenario.py). Roles and threshold are what the paper's solver finds
+for the cell's link and lengths; `adaptive` gets the same roles, the baselines the best roles for themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from common.policy.adaptive import WEIGHTS, Weights
+from common.policy.capacity import Model, Plant, Solution
+from common.policy.lengths import Lengths
+from common.policy.routing import Mode, Rules
+from common.sim.cluster import Cluster
+from common.sim.plan import plant
+from common.sim.report import Slo, percentiles, span_s
+from common.sim.scenario import PAPER, Scenario, scenario, uncached_lengths
+from common.sim.site import Deployment
+from common.sim.traces import read_trace
+from common.sim.workload import Shape, arrive, log_normal, retrieval
+
+WORKLOADS = ("log-normal", "mooncake", "azure", "shift", "retrieval")
+LINKS_GBPS = (100, 12, 8, 5, 2)
+CVS = (1.0, 3.0)
+SLOS = ("10s", "3x")
+POLICIES: tuple[Mode, ...] = ("adaptive", "threshold", "local-only", "remote-only")
+CACHE_TOKENS = 20e6
+TPOT_S = 0.025
+PAPER_CASE = scenario(PAPER)
+
+
+def slo(name: str) -> Slo:
+    """10 seconds, or three times what the prompt takes alone on an own node."""
+    own = PAPER_CASE.own.prefill
+    limits: dict[str, Callable[[int], float]] = {"10s": lambda _: 10.0, "3x": lambda tokens: 3 * own(tokens)}
+    return Slo(limits[name], TPOT_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Shapes in order, the distribution of what is left to compute (of all, and of each part where the mix shifts), the
+    mean output, and the room of each site's prefix cache.
+    """
+
+    name: str
+    shapes: tuple[Shape, ...]
+    lengths: Lengths
+    parts: tuple[Lengths, ...]
+    mean_output: float
+    cache_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Where policies are compared."""
+
+    workload: str
+    gbps: float
+    cv: float
+    load: float
+    num_requests: int
+    traces: Path
+    seed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One policy in one cell. `goodput` is by SLO, in requests per second of offering."""
+
+    policy: str
+    goodput: dict[str, float]
+    met: dict[str, float]
+    ttft: dict[str, float]
+    offloaded: float
+    offered_rps: float
+
+
+@cache
+def workload(name: str, count: int, traces: Path, seed: int) -> Workload:
+    """Made once for all cells."""
+    rng = np.random.default_rng(seed)
+    caches = 0.0
+    if name == "log-normal":
+        shapes = log_normal(count, rng)
+    elif name == "shift":
+        half = count // 2
+        shapes = log_normal(half, rng, mu=8.9) + log_normal(count - half, rng, mu=10.3)
+    elif name == "retrieval":
+        shapes, caches = retrieval(count, rng), CACHE_TOKENS
+    else:
+        file = {"mooncake": "mooncake_conversation.jsonl", "azure": "azure_code_2023.csv"}[name]
+        read = read_trace(traces / file).shapes
+        shapes, caches = [read[n % len(read)] for n in range(count)], CACHE_TOKENS
+    left = uncached_lengths(shapes, caches)
+    parts = (left[: count // 2], left[count // 2 :]) if name == "shift" else (left,)
+    lengths = Lengths.of(left), tuple(map(Lengths.of, parts))
+    return Workload(name, tuple(shapes), *lengths, float(np.mean([s.num_output for s in shapes])), caches)
+
+
+def tuned(cell: Cell) -> tuple[Solution, dict[Mode, Solution], float]:
+    """(the paper's optimum, the roles of each policy, requests per second offered).
+
+    Where the mix shifts, threshold and roles are the best for the whole of it, and what is offered is what those roles
+    could serve in the worse part with that part's own best threshold.
+    """
+    load = _workload(cell)
+    case = plant(PAPER_CASE, cell.gbps * 1e9)
+    this = Plant(
+        case.remote_s, case.own_s, case.state, case.num_remote, case.num_own,
+        PAPER_CASE.own.decode_rps(load.mean_output), case.egress_bps,
+    )  # fmt: skip
+    model = Model(this, load.lengths)
+    best = model.solve()
+    roles = {
+        "threshold": best, "adaptive": best,
+        "local-only": model.homogeneous(this.num_own), "remote-only": model.naive(),
+    }  # fmt: skip
+    most = min(
+        Model(this, part, is_exact=True).best_threshold(best.num_prefill, best.num_decode).throughput_rps
+        for part in load.parts
+    )
+    return best, roles, cell.load * most
+
+
+def _workload(cell: Cell) -> Workload:
+    return workload(cell.workload, cell.num_requests, cell.traces, cell.seed)
+
+
+def run(cell: Cell, policy: Mode, weights: Weights = WEIGHTS, slo_names: tuple[str, ...] = SLOS) -> list[Outcome]:
+    """One run, or one for each SLO where the policy looks at it."""
+    best, roles, rate_rps = tuned(cell)
+    names = [(name,) for name in slo_names] if policy == "adaptive" else [slo_names]
+    return [_one(cell, policy, roles[policy], best, rate_rps, weights, told) for told in names]
+
+
+def _one(
+    cell: Cell, policy: Mode, roles: Solution, best: Solution, rate_rps: float, weights: Weights,
+    slo_names: tuple[str, ...],
+) -> Outcome:  # fmt: skip
+    load, case = _workload(cell), PAPER_CASE
+    built = _deployment(case, cell, roles, load.cache_tokens)
+    looks_at = slo(slo_names[0]).ttft_s if policy == "adaptive" else None
+    cluster = Cluster(built, Rules(policy, best.threshold_tokens, 2, best.threshold_tokens, weights), ttft_slo=looks_at)
+    requests = arrive(load.shapes, rate_rps, np.random.default_rng(cell.seed + 100), cv=cell.cv)
+    done = cluster.run(requests)
+    met = {name: sum(map(slo(name).is_met, done)) for name in slo_names}
+    return Outcome(
+        policy,
+        {name: count / span_s(done) for name, count in met.items()},
+        {name: count / len(done) for name, count in met.items()},
+        percentiles([r.ttft_s for r in done]),
+        sum(r.place == "remote" for r in done) / len(done),
+        len(done) / span_s(done),
+    )
+
+
+def _deployment(case: Scenario, cell: Cell, roles: Solution, cache_tokens: float) -> Deployment:
+    return Deployment(
+        case.remote, case.own, case.state, case.num_remote if not math.isinf(roles.threshold_tokens) else 0,
+        int(roles.num_prefill), int(roles.num_decode), cell.gbps * 1e9, case.rtt_s,
+        cache_tokens=(cache_tokens, cache_tokens),
+    )  # fmt: skip

@@ -1,0 +1,104 @@
+"""The choice between alternatives whose times are predicted: soon for this request, and cheap for all others.
+
+The least predicted time alone loses to a well-tuned threshold when something is scarce: it sends state of any length
+over a full path, though only long prompts are worth their bytes. So every alternative also has a price. The threshold
+that equation (7) of the paper finds says what the sites' resources are worth to each other: at that length both cost
+the same. That exchange rate prices every other length, cache content and path; queues decide as far as they differ.
+Pure; called by routing.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.policy.predict import Alternative, local_slowdown
+from common.policy.views import LocalView, PeerView, RequestView
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Found in the simulator, see docs/policies.md.
+
+    Attributes:
+        price: how much the price of an alternative counts against this request's own seconds.
+        late_factor: a request that no alternative answers within its SLO still gets an answer within this many times
+            the SLO where one can give it, and waits where it holds up nobody who could make it. 1 turns that off.
+    """
+
+    price: float = 15.0
+    late_factor: float = 6.0
+
+
+WEIGHTS = Weights()
+
+
+def choose(
+    request: RequestView, ways: Sequence[Alternative], prices: Sequence[float], weights: Weights
+) -> tuple[Alternative, str]:
+    """(the alternative, why): of those that keep the SLO the one with the least time plus price.
+
+    When none keeps it, what this request loses cannot be won back, but others' time can still be lost. It goes to the
+    cheaper side, and there to the longest queue that answers within `late_factor` times its SLO: one node ends up
+    with the late ones, and the others stay short for those who can make it.
+    """
+    scores = {way.name: way.ttft_s + weights.price * price for way, price in zip(ways, prices, strict=True)}
+    best = min(ways, key=lambda way: (scores[way.name], way.name))
+    if request.ttft_slo_s is None:
+        return best, "least"
+    left_s = request.ttft_slo_s - request.waited_s
+    timely = [way for way in ways if way.ttft_s <= left_s]
+    if timely:
+        return min(timely, key=lambda way: (scores[way.name], way.name)), "within_slo"
+    bound_s = weights.late_factor * request.ttft_slo_s - request.waited_s
+    alike = (way for way in ways if way.is_far == best.is_far and bool(way.push_tokens) == bool(best.push_tokens))
+    late = [way for way in alike if way.ttft_s <= bound_s]
+    return (max(late, key=lambda way: (way.queue_s, way.name)) if late else best), "late"
+
+
+def prices(
+    request: RequestView,
+    ways: Sequence[Alternative],
+    peers: Sequence[PeerView],
+    local: LocalView,
+    exchange_tokens: float | None,
+) -> list[float]:
+    """Seconds of an own node that each alternative is worth; all 0 where there is nothing to exchange."""
+    if exchange_tokens is None or not 0 < exchange_tokens < math.inf:
+        return [0.0] * len(ways)
+    own_s = _own_seconds(peers, local, exchange_tokens)
+    if own_s is None:
+        return [0.0] * len(ways)
+    rates = {p.name: _rates(request, p, peers, exchange_tokens) for p in peers if p.site == "remote"}
+    out = []
+    for way in ways:
+        if way.is_far and way.peer is not None:
+            per_node, per_link = rates[way.peer]
+            out.append(own_s * (way.prefill_s * per_node + way.link_s * per_link))
+        else:
+            out.append(way.prefill_s)
+    return out
+
+
+def _own_seconds(peers: Sequence[PeerView], local: LocalView, num_tokens: float) -> float | None:
+    """What a prompt of that length takes at decoded's own site."""
+    for peer in peers:
+        if peer.site == "own" and peer.cost is not None:
+            return peer.cost.seconds(0, num_tokens)
+    if local.can_prefill and local.cost is not None:
+        return local_slowdown(local) * local.cost.seconds(0, num_tokens)
+    return None
+
+
+def _rates(request: RequestView, peer: PeerView, peers: Sequence[PeerView], num_tokens: float) -> tuple[float, float]:
+    """(per second of node, per second of path) in units of what a prompt of `num_tokens` takes of the one that runs out
+    first: the nodes behind a path together, or the path. The other is not scarce, and so is free.
+    """
+    node_s = peer.cost.seconds(0, num_tokens) if peer.cost is not None else 0.0
+    raw = request.fixed_bytes + request.token_bytes * num_tokens
+    link_s = 8.0 * peer.codec_ratio * raw / peer.capacity_bps if peer.capacity_bps else 0.0
+    num_nodes = sum(p.path == peer.path for p in peers) if peer.path else 1
+    if link_s * num_nodes > node_s:
+        return 0.0, 1.0 / link_s
+    return (1.0 / node_s if node_s else 0.0), 0.0

@@ -1,0 +1,87 @@
+"""What stands at both sites in a simulated run: nodes, links and caches, built from a deployment.
+
+Decides nothing. Called by cluster.py; beliefs.py looks at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.policy.costs import StateSize
+from common.policy.profile import NodeProfile
+from common.sim.caches import BlockCache
+from common.sim.links import Link
+from common.sim.loop import Loop
+from common.sim.nodes import DecodeNode, PrefillNode
+from common.sim.workload import BLOCK_TOKENS, SimRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What stands where.
+
+    Attributes:
+        remote, own: profiles of a node of either site; `own` also decodes.
+        num_remote, num_prefill, num_decode: N_prfaas, N_p, N_d.
+        egress_bps, rtt_s, rate_changes: the path; (instant, bits per second) pairs.
+        does_local_prefill: decoding nodes compute prompts too, mixed into decode steps that then take `max_stretch`
+            times as long.
+        cache_tokens: room of the prefix cache of the own and of the remote site.
+    """
+
+    remote: NodeProfile
+    own: NodeProfile
+    state: StateSize
+    num_remote: int
+    num_prefill: int
+    num_decode: int
+    egress_bps: float = 100e9
+    rtt_s: float = 0.0
+    rate_changes: tuple[tuple[float, float], ...] = ()
+    chunk_tokens: int = 8192
+    codec_ratio: float = 1.0
+    does_local_prefill: bool = False
+    max_stretch: float = 3.0
+    cache_tokens: tuple[float, float] = (0.0, 0.0)
+
+
+class Hardware:
+    """All of it. `on_done` is called with every request that a decoding node has finished."""
+
+    def __init__(self, deployment: Deployment, on_done: Callable[[SimRequest], None]) -> None:
+        """Raises ValueError when prompts, or tokens, could be computed nowhere."""
+        self.deployment, self.loop = deployment, Loop()
+        d = deployment
+        if d.own.decode is None:
+            raise ValueError(f"profile {d.own.name!r} does not decode, so it cannot stand at decoded's site")
+        if not d.does_local_prefill and not d.num_remote and not d.num_prefill:
+            raise ValueError("there is no node that prefills")
+        self.link = Link(self.loop, d.egress_bps, d.rtt_s, d.rate_changes)
+        self.uplink = Link(self.loop, d.egress_bps, d.rtt_s, d.rate_changes)
+        self.remote = [self._node(d.remote, f"remote{n}") for n in range(d.num_remote)]
+        self.prefill = [self._node(d.own, f"own{n}") for n in range(d.num_prefill)]
+        self.decode = [DecodeNode(self.loop, d.own.decode, d.own.max_rows, on_done) for _ in range(d.num_decode)]
+        self.mixed = [self._mixed_node(n) for n in self.decode] if d.does_local_prefill else []
+        self.own_cache, self.remote_cache = (BlockCache(tokens, BLOCK_TOKENS) for tokens in d.cache_tokens)
+        self.nodes = {node.name: node for node in (*self.remote, *self.prefill, *self.mixed)}
+
+    def _node(self, profile: NodeProfile, name: str) -> PrefillNode:
+        return PrefillNode(self.loop, name, profile.prefill, self.deployment.chunk_tokens)
+
+    def _mixed_node(self, decode: DecodeNode) -> PrefillNode:
+        """Local prefill: alone at full speed, beside rows in what a stretched step leaves."""
+        node = self._node(self.deployment.own, f"local{self.decode.index(decode)}")
+        stretch = self.deployment.max_stretch
+        node.slowdown = lambda: stretch / (stretch - 1) if decode.num_rows else 1.0
+        return node
+
+    def duty(self, seconds: float) -> dict[str, float]:
+        """The part of `seconds` that each stage worked, and the link."""
+        d = self.deployment
+        rows = sum(node.row_s for node in self.decode)
+        out = {"decode": rows / (d.num_decode * d.own.max_rows * seconds)}
+        for name, nodes in (("remote_prefill", self.remote), ("own_prefill", self.prefill), ("local", self.mixed)):
+            if nodes:
+                out[name] = sum(node.busy_s for node in nodes) / (len(nodes) * seconds)
+        return out | ({"link": self.link.busy_s / seconds} if self.remote else {})
