@@ -114,13 +114,17 @@ async def test_refusals_are_counted_once_each():
 class Slot:
     """A generation that ends as soon as its prompt's state is there."""
 
-    sink = None
+    sink = prefixes = None
+    num_cached_tokens = 0
 
     def __init__(self) -> None:
         self.marks, self.how, self.num_kept = Marks(), "", 0
 
     def keep(self, num_tokens):
         self.num_kept = num_tokens
+
+    async def filled(self):
+        pass
 
     def compute(self):
         self.how = "computed"
@@ -154,6 +158,7 @@ class Prefill:
         wire_bytes=1,
         pushed_bytes=0,
         codecs={},
+        num_cached_tokens=0,
         raw_bytes=1,
         codec="raw",
         accepted_at=0.0,
@@ -325,7 +330,7 @@ async def test_what_was_kept_survives_a_peer_that_cannot_be_asked():
     client = SimpleNamespace(prefill=prefill)
     with pytest.raises(PeerShed):
         start_remote(
-            client, generation, request(), start=5, pushes=True, now=0.0, progress_timeout_s=1.0,
+            client, generation, request(), start=5, held=0, now=0.0, progress_timeout_s=1.0,
             has_alternative=lambda: False,
         )  # fmt: skip
     assert kept == [5]

@@ -18,7 +18,7 @@ def test_head_bytes():
 
 @pytest.mark.parametrize(
     ("at", "value", "error"),
-    [(0, 0x47, BadMagic), (1, 0, BadMagic), (2, 1, VersionMismatch), (3, 99, UnknownFrame), (3, 32, UnknownFrame),
+    [(0, 0x47, BadMagic), (1, 0, BadMagic), (2, 1, VersionMismatch), (3, 99, UnknownFrame), (3, 35, UnknownFrame),
      (4, 1, BadMessage), (5, 1, BadMessage)],
 )  # fmt: skip
 def test_head_refuses(at, value, error):
