@@ -254,9 +254,8 @@ class StateCache:
         return found
 
     def _entries(self, prompt: Prefixes, offer: Offer) -> list[Entry]:
-        last = offer.stop if offer.is_point else 0
-        whole = [e for e in self.books.entries(prompt, offer.stop) if e.stop > offer.start]
-        return [e for e in whole if e.num_tokens == BLOCK_TOKENS or e.stop == last]
+        stop = offer.stop if offer.is_point else offer.stop // BLOCK_TOKENS * BLOCK_TOKENS
+        return list(self.books.entries(prompt, stop, offer.start))
 
     def _first(self, part: Part) -> int:
         return part.first or self.groups[part.group].first_row(part.entry)

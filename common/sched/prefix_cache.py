@@ -39,9 +39,9 @@ class PrefixCache:
         """The longest point up to `limit` at which the prompt can go on."""
         return self.index.find(prompt, limit)
 
-    def entries(self, prompt: Prefixes, num_tokens: int) -> Iterator[Entry]:
-        """The entries of [0, num_tokens): whole blocks, then a tail."""
-        for number in range(1, num_tokens // BLOCK_TOKENS + 1):
+    def entries(self, prompt: Prefixes, num_tokens: int, start: int = 0) -> Iterator[Entry]:
+        """The entries that have a token of [start, num_tokens): whole blocks, then a tail."""
+        for number in range(start // BLOCK_TOKENS + 1, num_tokens // BLOCK_TOKENS + 1):
             yield Entry(prompt.block(number), prompt.block(number - 1), number * BLOCK_TOKENS, BLOCK_TOKENS)
         if rest := num_tokens % BLOCK_TOKENS:
             yield Entry(prompt.at(num_tokens), prompt.block(num_tokens // BLOCK_TOKENS), num_tokens, rest)
