@@ -1,0 +1,78 @@
+"""What decoded has of a prefix and a prefilld lacks crosses once, over real sockets; nothing of it is computed again."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.net.options import RemoteRequest
+from common.sched.prefix_index import ROWS, STATE, WINDOW
+from tests.engine.test_prefix_cache import AMPLE, kept, make_kitchen, num_computed, run  # noqa: F401
+from tests.engine.wire_pair import WirePair
+
+
+async def turn(pair: WirePair, request, tools, *, held: int | None = None):
+    """Ask the source; it holds [0, held) of the prompt, as decoded believes, and gets the rest of what decoded has."""
+    generation = await pair.decoder.open(request)
+    start, last = generation.num_cached_tokens, request.num_prompt_tokens - 1
+    known = pair.source.cache.find(generation.prefixes, start).num_tokens if held is None else held
+    source = generation.source if known < start else None
+    asked = RemoteRequest(
+        "r", request.prompt_tokens[:last], start, pushes=source is not None, held=known if source is not None else 0
+    )
+    report = await pair.client.prefill(asked, generation.sink, source).wait()
+    generation.import_done(last)
+    ids = tools.ids([output async for output in generation])
+    await kept(pair.decoder, tools)
+    await kept(pair.source, tools)
+    return ids, start, known, report
+
+
+@pytest.mark.parametrize("kind", ["fake", "Llama", "Gemma3Text", "KimiLinear", "FalconH1"])
+async def test_answers_are_pushed_and_not_computed_again(make_kitchen, tools, kind):  # noqa: F811
+    kitchen = make_kitchen(kind)
+    decoder, source, plain = [await kitchen.backend(limits) for limits in (AMPLE, AMPLE, None)]
+    async with WirePair(decoder, source) as pair:
+        prompt = tools.prompt(150)
+        for number in range(4):
+            request = tools.request(prompt, max_tokens=70)
+            _, [expected] = await run(plain, request, tools)
+            before = num_computed(source)
+            ids, start, known, report = await turn(pair, request, tools)
+            assert ids == expected
+            if number:
+                assert start == len(prompt) - 21 and known < start
+                assert report.pushed_raw_bytes == decoder.info.layout.transfer_bytes(known, start)
+            assert report.num_cached_tokens == start
+            assert num_computed(source) - before == len(prompt) - 1 - start, "only what is new"
+            assert report.raw_bytes == decoder.info.layout.transfer_bytes(start, len(prompt) - 1)
+            prompt = (*prompt, *ids, *tools.prompt(20, seed=number))
+            if number == 1:  # a turn that stays with decoded
+                request = tools.request(prompt, max_tokens=20)
+                _, [ids] = await run(decoder, request, tools)
+                prompt = (*prompt, *ids, *tools.prompt(20, seed=9))
+                assert len(prompt) < 512
+            if len(prompt) > 400:
+                break
+    await tools.until_idle(decoder, source, plain)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma3Text", "KimiLinear"])
+@pytest.mark.parametrize("lost", [(ROWS, WINDOW, STATE), (STATE, WINDOW)])
+async def test_a_directory_that_is_behind_costs_computing_alone(make_kitchen, tools, kind, lost):  # noqa: F811
+    kitchen = make_kitchen(kind)
+    decoder, source, plain = [await kitchen.backend(limits) for limits in (AMPLE, AMPLE, None)]
+    async with WirePair(decoder, source) as pair:
+        first = tools.request(tools.prompt(150), max_tokens=30)
+        ids, *_ = await turn(pair, first, tools)
+        second = tools.request((*first.prompt_tokens, *ids, *tools.prompt(20)), max_tokens=9)
+        _, [expected] = await run(plain, second, tools)
+        believed = source.cache.find((await source.cache.prefixes(second.prompt_tokens, b"")), 149).num_tokens
+        assert believed > 0
+        for part in source.cache.books.memory:
+            if part.group in lost:
+                source.cache.books.abandon(source.cache.books.memory, part)
+        ids, start, _, report = await turn(pair, second, tools, held=believed)
+        assert ids == expected and start > believed
+        if ROWS in lost:
+            assert report.num_cached_tokens == 0 and report.pushed_bytes == 0, "it did not ask for a prefix with a hole"
+    await tools.until_idle(decoder, source, plain)
