@@ -266,6 +266,8 @@ class ActiveRequest:
             self._attempt = None
         record_transfer(self.report, transfer, sent_at)
         self.report.num_cached_tokens = transfer.num_cached_tokens
+        self._dispatcher.learned.prefilled(peer, self.report, transfer.prefill_s)
+        self._dispatcher.learned.transferred(peer, transfer.wire_bytes, transfer.raw_bytes)
         self._count_bytes(peer, transfer)
         self._joined_at = _now()
         self._took(self._joined_at - sent_at)
@@ -354,6 +356,9 @@ class ActiveRequest:
             timing.prefill_s = marks.prefill_ended_at - marks.prefill_started_at
             self._took(marks.prefill_ended_at - self._joined_at)
             timing.first_token_s = now - marks.prefill_ended_at
+            is_alone = self._dispatcher.backend.stats().num_running <= self.request.num_choices
+            if is_alone and self._kept_tokens == report.num_cached_tokens:
+                self._dispatcher.learned.prefilled("", report, timing.prefill_s)
         else:
             timing.first_token_s = now - self._joined_at
         self._dispatcher.metrics.ttft.labels(report.route).observe(timing.ttft_s)

@@ -28,12 +28,14 @@ from common.policy.fallback import FallbackBudget
 from common.policy.push import LOOPBACK_BPS, PushMode, PushPlan, plan_push
 from common.policy.routing import Mode, RouteDecision, Rules, decide
 from common.policy.slo import SloTargets
-from common.policy.views import Demand
+from common.policy.views import Demand, record
 from common.request import Request, RequestReport
 from common.sched.prefixes import Prefixes
+from common.trace import TraceWriter
 from decoded.active import ActiveRequest
 from decoded.demands import classify, demand_of
 from decoded.directory import Directory
+from decoded.learned import Learned
 from decoded.metrics import DecodeMetrics
 from decoded.views import local_view, peer_view, request_view
 
@@ -89,6 +91,8 @@ class Dispatcher:
         self.admission, self.fallback = admission, fallback
         self.settings, self.metrics = settings, metrics
         self.peer_warning = peer_warning
+        self.learned = Learned()
+        self.trace: TraceWriter | None = None
         self.directory: Directory | None = None
         """What peers hold of prefixes."""
         self.is_draining = self.is_stopping = False
@@ -226,9 +230,14 @@ class Dispatcher:
             num_cached = self.peer_tokens(peer.name, prefixes, last)
             lacks = num_cached < num_kept_tokens and settings.push != "never"
             push_bytes = self.info.layout.transfer_bytes(num_cached, num_kept_tokens) if lacks else 0
-            view = peer_view(peer, self.info, active)
+            view = peer_view(peer, self.info, active, self.learned)
             peers.append(dataclasses.replace(view, num_cached_tokens=num_cached, push_bytes=push_bytes))
-        decision = decide(asked, peers, local_view(stats, active), rules)
+        local = local_view(stats, active, self.learned)
+        decision = decide(asked, peers, local, rules)
+        if self.trace is not None:
+            chosen = {"route": decision.route, "reason": decision.reason, "peer": decision.peer}
+            facts = {"facts": record(asked, peers, local), "rules": dataclasses.asdict(rules), "decision": chosen}
+            self.trace("routed", now=time.monotonic(), request_id=request.request_id, **facts)
         rates = LocalRates(stats.alone_tokens_per_s, stats.mixed_tokens_per_s)
         if (seconds := rates.prefill_s(asked.num_uncached_tokens, stats.num_rows)) is not None:
             decision.terms["predicted_local_prefill_s"] = round(seconds, 3)

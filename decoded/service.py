@@ -104,7 +104,7 @@ class DecodeService:
         end = local_end(config, "decode", self.backend.info, security, require_same_numerics=policy)
         self.peers = PeerSet(end, config, self.decode_metrics, self.trace)
         self.dispatcher = self._make_dispatcher()
-        self.dispatcher.directory = self.peers.directory
+        self.dispatcher.directory, self.dispatcher.trace = self.peers.directory, self.trace
         await self._start_peers(end)
         await self._start_http()
         self._watch = asyncio.create_task(self._watch_engine())

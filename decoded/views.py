@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from common.backend import BackendStats
 from common.layout import ModelInfo
 from common.net.pool import PeerClient
-from common.policy.costs import PrefillCost
 from common.policy.views import LocalView, PeerView, RequestView
 from common.request import Request
 from decoded.active import ActiveRequest
+from decoded.learned import Learned
 
 
 def request_view(
@@ -41,7 +41,7 @@ def request_view(
     )
 
 
-def peer_view(client: PeerClient, info: ModelInfo, active: Iterable[ActiveRequest]) -> PeerView:
+def peer_view(client: PeerClient, info: ModelInfo, active: Iterable[ActiveRequest], learned: Learned) -> PeerView:
     """One peer, by what it told of its load and path, and by what decoded itself waits for from it."""
     is_usable = client.state == "ready"
     load = client.load
@@ -56,7 +56,9 @@ def peer_view(client: PeerClient, info: ModelInfo, active: Iterable[ActiveReques
         # What was sent since its last word counts too, or a burst within one heartbeat would all go to one peer.
         num_queued_tokens=max(int(load.get("num_queued_tokens", 0)), sum(waits)),
         num_queued=max(int(load.get("num_queued", 0) + load.get("num_running", 0)), len(waits)),
-        cost=PrefillCost(0.0, 1.0 / rate) if rate else None,
+        cost=learned.cost(client.name, rate),
+        rtt_s=client.rtt_s,
+        codec_ratio=learned.codec_ratio(client.name),
         capacity_bps=load.get("path_capacity_bps", 0.0),
         goodput_bps=load.get("path_goodput_bps", 0.0),
         confidence=load.get("path_confidence", 0.0),
@@ -65,7 +67,7 @@ def peer_view(client: PeerClient, info: ModelInfo, active: Iterable[ActiveReques
     )
 
 
-def local_view(stats: BackendStats, active: Iterable[ActiveRequest]) -> LocalView:
+def local_view(stats: BackendStats, active: Iterable[ActiveRequest], learned: Learned) -> LocalView:
     """decoded itself, at the rates it was seen to compute prompts at."""
     alone, mixed = stats.alone_tokens_per_s, stats.mixed_tokens_per_s
     rate = alone or mixed
@@ -73,7 +75,7 @@ def local_view(stats: BackendStats, active: Iterable[ActiveRequest]) -> LocalVie
     return LocalView(
         num_queued_tokens=sum(waits),
         num_queued=len(waits),
-        cost=PrefillCost(0.0, 1.0 / rate) if rate else None,
+        cost=learned.cost("", rate),
         num_rows=stats.num_rows,
         mixed_slowdown=max(1.0, alone / mixed) if alone and mixed else 1.0,
     )

@@ -124,6 +124,12 @@ class PeerClient:
         return self._dialer.control.certificate if self._dialer.control is not None else None
 
     @property
+    def rtt_s(self) -> float:
+        """Round trip of the control link; 0 before it is known."""
+        control = self._dialer.control
+        return (control.connection.rtt_s or 0.0) if control is not None else 0.0
+
+    @property
     def num_streams(self) -> int:
         """Prefills under way at this peer."""
         return len(self._prefills)

@@ -143,7 +143,7 @@ class Slot:
 class Peer:
     """A prefill peer that fails with these errors, one after the other, and then delivers."""
 
-    reason, num_streams, host = "", 0, "127.0.0.1"
+    reason, num_streams, host, rtt_s = "", 0, "127.0.0.1", 0.0
 
     def __init__(self, name="p", state="ready", errors=()):
         self.name, self.state, self.errors, self.load, self.num_asked = name, state, list(errors), {}, 0

@@ -1,4 +1,4 @@
-"""What decoded has of a prefix and a prefilld lacks crosses once, over real sockets; nothing of it is computed again."""
+"""What decoded has of a prefix and a prefilld lacks crosses once, over real sockets, and is not computed again."""
 
 from __future__ import annotations
 
