@@ -22,6 +22,7 @@ class LinkSample:
         bytes_sent, bytes_retrans: given to the network, repetitions included; repetitions alone.
         sndbuf_limited_s: time in which our send buffer was the limit.
         has_backlog: there is more to send than the kernel has taken.
+        busy_s: time in which anything was unsent or unacknowledged; 0 where the kernel does not tell.
     """
 
     key: LinkKey
@@ -32,6 +33,7 @@ class LinkSample:
     bytes_retrans: int
     sndbuf_limited_s: float
     has_backlog: bool
+    busy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,6 +174,7 @@ class Link(asyncio.BufferedProtocol):
             bytes_retrans=info.bytes_retrans,
             sndbuf_limited_s=info.sndbuf_limited_s,
             has_backlog=info.notsent_bytes > 0 or self._transport.get_write_buffer_size() > 0,
+            busy_s=info.busy_s,
         )
 
     def tune(self, plan: LinkPlan) -> None:

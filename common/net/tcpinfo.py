@@ -26,6 +26,7 @@ class TcpInfo:
         bytes_sent, bytes_retrans: payload given to the network, repetitions included; repetitions alone.
         notsent_bytes: accepted from us and not given to the network yet.
         delivery_bps: latest delivery rate; only meaningful unless `is_app_limited`.
+        busy_s: time in which anything was unsent or unacknowledged.
         sndbuf_limited_s: time in which our send buffer was the limit.
     """
 
@@ -38,6 +39,7 @@ class TcpInfo:
     notsent_bytes: int
     delivery_bps: float
     is_app_limited: bool
+    busy_s: float
     sndbuf_limited_s: float
 
 
@@ -69,5 +71,6 @@ def tcp_info(sock: socket.socket | None) -> TcpInfo | None:
         notsent_bytes=u32(144),
         delivery_bps=u64(160) * 8.0,
         is_app_limited=bool(data[7] & 1),
+        busy_s=u64(168) / 1e6,
         sndbuf_limited_s=u64(184) / 1e6,
     )

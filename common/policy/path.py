@@ -25,6 +25,8 @@ CRUISE, PROBE, DRAIN = 0.99, 1.12, 0.9
 CRUISE_S, PROBE_S, MAX_DRAIN_S, PROBE_RTTS = 8.0, 0.3, 2.0, 4
 # More than the capacity by this much is a larger capacity; less than what the links may send by this much is a smaller.
 LARGER, SMALLER, SMALLER_S = 1.02, 0.85, 1.0
+# By the kernel's clock a link that always had something to send was busy for this part of an interval at least.
+BUSY = 0.9
 # Over so long is goodput measured: `RATE_S` or some round trips for decisions, `SHOWN_S` for people and for loss.
 RATE_S, RATE_RTTS, SHOWN_S = 0.3, 4, 1.0
 # Measurements, one a tick, of which the largest counts where a single one may be too small.
@@ -134,7 +136,7 @@ class Path:
             num_sent=sum(max(0, s.bytes_sent - before.bytes_sent) for s, before in pairs),
             num_retrans=sum(max(0, s.bytes_retrans - before.bytes_retrans) for s, before in pairs),
             queueing_s=max(0.0, self._rtt_s - self._min_rtt_s),
-            is_saturated=any(s.has_backlog and before.has_backlog for s, before in pairs),
+            is_saturated=any(_is_full(s, before, seconds) for s, before in pairs),
         )
 
     def _goodput(self, now: float) -> float | None:
@@ -190,6 +192,12 @@ class Path:
     def _enter(self, mode: Mode, now: float) -> None:
         self.mode, self._mode_at, self._num_queued, self._short_since = mode, now, 0, None
         self._probed_bps = self.capacity_bps
+
+
+def _is_full(sample: LinkSample, before: LinkSample, seconds: float) -> bool:
+    """Whether a link always had something to send: between two bursts it looks so at both ends of an interval."""
+    busy_s = sample.busy_s - before.busy_s
+    return sample.has_backlog and before.has_backlog and (not sample.busy_s or busy_s >= BUSY * seconds)
 
 
 def _rate(ticks: Sequence[Tick]) -> float:

@@ -280,3 +280,20 @@ def test_a_free_path_is_never_drained() -> None:
     world = World(1e9, most_bps=[10e6] * 4)
     world.run(30)
     assert world.egress._paths["d0"].mode is Mode.FREE
+
+
+@pytest.mark.parametrize("busy_s", [0.05, 0.1])
+def test_bursts_with_gaps_do_not_make_a_path_look_small(busy_s: float) -> None:
+    """Half of each interval there is nothing to send, though there is at either end of it; then all of it."""
+    egress, rate, queued_s = Egress(EgressLimits()), 50e6, 0.015
+    plans: dict = {}
+    for tick in range(1, 40):
+        acked = int(tick * busy_s * rate / 8)
+        sample = LinkSample(("d", 0), 0.02 + queued_s, 0.02, acked, acked, 0, 0.0, True, busy_s=tick * busy_s)
+        plans |= egress.step(100 + tick * TICK_S, [sample])
+    known = egress.estimate("d")
+    assert known is not None
+    if busy_s < TICK_S:
+        assert known.capacity_bps == 0.0 and known.cap_bps is None
+    else:
+        assert known.capacity_bps == pytest.approx(rate, rel=0.05)
