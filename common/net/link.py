@@ -12,7 +12,7 @@ import asyncio
 import logging
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from time import monotonic, time
 from typing import Protocol, cast
 
@@ -66,17 +66,6 @@ class LinkOwner(Protocol):
         """Called exactly once for each link that was made."""
 
     def link_writable(self, link: Link) -> None: ...
-
-
-def fill_in_turn(links: Iterable[Link], send_next: Callable[[Link], bool]) -> None:
-    """Give every link with room something to send, in turn, until `send_next` has nothing."""
-    left = [link for link in links if link.is_writable]
-    while left:
-        for link in list(left):
-            if not send_next(link):
-                return
-            if not link.is_writable:
-                left.remove(link)
 
 
 class Link(asyncio.BufferedProtocol):
@@ -149,6 +138,12 @@ class Link(asyncio.BufferedProtocol):
             return False
         _, high = transport.get_write_buffer_limits()
         return not num_bytes or num_bytes + transport.get_write_buffer_size() < high
+
+    @property
+    def queued_bytes(self) -> int:
+        """What was given to this link and its kernel has not taken."""
+        waiting = self._transport.get_write_buffer_size() if self._transport is not None else 0
+        return self._queue.num_bytes + waiting
 
     @property
     def has_transport(self) -> bool:

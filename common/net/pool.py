@@ -17,7 +17,7 @@ from common.linkfacts import MOST_LINKS
 from common.net.codecs import INLINE_BYTES, CodecPool
 from common.net.dialer import INCOMPATIBLE_CODES, Dialer, Failure
 from common.net.ends import connection_config
-from common.net.link import Link, fill_in_turn, now
+from common.net.link import Link, now
 from common.net.linkview import delivery_bps, link_rows, security_facts
 from common.net.measure import Measurement, Measuring
 from common.net.options import (
@@ -31,6 +31,7 @@ from common.net.options import (
     TransferReport,
 )
 from common.net.remote import RemotePrefill
+from common.net.striping import fill_in_turn
 from common.net.tls import CertificateFacts, TlsChannel
 from common.wire.buffers import BUFFERS
 from common.wire.codec import offered

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import asdict
 from math import isfinite
 
@@ -18,11 +18,12 @@ from common.layout import StateLayout
 from common.linkfacts import CodecChooser, PathEstimate
 from common.net.codecs import INLINE_BYTES, CodecPool
 from common.net.governor import Governor
-from common.net.link import Link, fill_in_turn, now
+from common.net.link import Link, now
 from common.net.linkview import delivery_bps, link_rows, security_facts
 from common.net.measure import FillerSource
 from common.net.options import PeerId, Trace
 from common.net.server_stream import ServerStream, StreamPort
+from common.net.striping import fill_in_turn
 from common.wire.buffers import BUFFERS
 from common.wire.connection import Received
 from common.wire.departures import OutPiece
@@ -49,7 +50,7 @@ _EXPIRE_AGAIN_S = 0.02
 # Pieces last about so long on their link, and are at least so large.
 PIECE_S, MIN_PIECE = 0.04, 256 << 10
 log = logging.getLogger(__name__)
-Handler = Callable[[ServerStream], Awaitable[None]]
+Handler = Callable[[ServerStream], Coroutine[None, None, None]]
 
 
 class ServerPeer:
@@ -233,7 +234,7 @@ class ServerPeer:
 
     def pump(self) -> None:
         """Give every data link with room a piece, in turn, until there is none."""
-        fill_in_turn(self.data.values(), self._send_next)
+        fill_in_turn(self.data.values(), self._send_next, lambda: (self.session.num_waiting, self._piece_bytes()))
 
     def _send_next(self, link: Link) -> bool:
         """Give a link a piece, or filler where no stream has one. False: there is neither."""
@@ -330,7 +331,7 @@ class ServerPeer:
         )
         address = self.control.address if self.control else ""
         served = ServerStream(stream, PeerId(peer.name, peer.instance, address), port)
-        task = self._loop.create_task(self._run(served), name=f"stream {peer.name}/{stream.stream_id}")
+        task = self._loop.create_task(self.handler(served), name=f"stream {peer.name}/{stream.stream_id}")
         self._streams[stream] = (served, task)
         task.add_done_callback(lambda t: self._done(stream, served, t))
 
@@ -368,9 +369,6 @@ class ServerPeer:
         if self.governor is None or self.session.peer is None:
             return None
         return self.governor.control.estimate(self.session.peer.instance)
-
-    async def _run(self, served: ServerStream) -> None:
-        await self.handler(served)
 
     def _settle(self, stream: SendStream) -> None:
         self.session.settle(stream)

@@ -95,6 +95,11 @@ class Departures:
         self.staged_bytes += raw_bytes
         return segment
 
+    @property
+    def num_waiting(self) -> int:
+        """Pieces that no link has taken."""
+        return len(self._pending)
+
     def next_piece(self, link: int) -> OutPiece | None:
         """The next piece, if credit covers its whole segment; it counts as written to that link."""
         while self._pending:

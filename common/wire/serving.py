@@ -153,6 +153,11 @@ class ServerSession(Session):
             self._credit.close(stream.stream_id)
             self._events.append(StreamEnded(stream))
 
+    @property
+    def num_waiting(self) -> int:
+        """Pieces of all streams that no link has taken."""
+        return sum(stream.departures.num_waiting for stream in self.streams.values())
+
     # ---- pushed prefixes
 
     def accept_push(self, stream: SendStream, sink_buffers: SinkBuffers) -> None:

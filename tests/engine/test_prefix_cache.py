@@ -22,7 +22,8 @@ from tests.engine.families import WINDOW as TINY_WINDOW
 
 AMPLE = {ROWS: 1 << 28, WINDOW: 1 << 28, STATE: 1 << 28}
 RECURRENT = ("KimiLinear", "Qwen3_5Text", "FalconH1", "Lfm2")
-KINDS = ("fake", "Llama", "Gemma3Text", "DeepseekV3", *RECURRENT)
+SLOW = ("DeepseekV3", "Qwen3_5Text", "FalconH1", "Lfm2")
+KINDS = ("fake", "Llama", "Gemma3Text", "KimiLinear", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW))
 MODELS: dict[str, Any] = {}
 
 
@@ -283,7 +284,7 @@ async def test_a_failed_transfer_falls_back_on_what_was_cached(kitchen, tools):
     await tools.until_idle(decoder)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 async def test_tight_limits_and_many_at_once(kitchen, tools, seed):
     """Prompts of a tree, several at a time, in a cache for a fraction of them: tokens as without any."""
     plain = await kitchen.backend()

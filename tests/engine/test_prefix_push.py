@@ -27,7 +27,9 @@ async def turn(pair: WirePair, request, tools, *, held: int | None = None):
     return ids, start, known, report
 
 
-@pytest.mark.parametrize("kind", ["fake", "Llama", "Gemma3Text", "KimiLinear", "FalconH1"])
+@pytest.mark.parametrize(
+    "kind", ["fake", "Llama", "Gemma3Text", "KimiLinear", pytest.param("FalconH1", marks=pytest.mark.slow)]
+)
 async def test_answers_are_pushed_and_not_computed_again(make_kitchen, tools, kind):  # noqa: F811
     kitchen = make_kitchen(kind)
     decoder, source, plain = [await kitchen.backend(limits) for limits in (AMPLE, AMPLE, None)]
