@@ -142,6 +142,8 @@ class LocalBackend:
         """On the engine thread: take views of a sequence's state, for the cache to copy."""
         start = seq.num_offered // BLOCK_TOKENS * BLOCK_TOKENS
         last = stop if is_point else stop // BLOCK_TOKENS * BLOCK_TOKENS
+        if is_point:  # its rows may have been offered, and its recurrent state not
+            start = min(start, (last - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
         seq.num_offered, seq.point_at = stop, stop if is_point else seq.point_at
         if self.cache is None or last <= start:
             return

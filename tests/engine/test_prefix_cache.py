@@ -191,6 +191,23 @@ async def test_who_leaves_early_leaves_what_was_computed(kitchen, tools):
     await tools.until_idle(backend)
 
 
+async def test_who_leaves_at_the_end_of_a_block_leaves_its_recurrent_state(make_kitchen, tools):
+    backend = await make_kitchen("KimiLinear").backend(AMPLE, chunk_tokens=64)
+    tokens = tools.prompt(300)
+    job = backend.prefill(PrefillTask("r", tokens))
+    async for item in job:
+        if isinstance(item, ChunkDone) and item.stop == 128:
+            job.set_paused(True)
+            break
+    await kept(backend, tools)
+    job.release()
+    await kept(backend, tools)
+    again = await backend.open(tools.request((*tokens, 9)))
+    assert again.num_cached_tokens >= 128 and again.num_cached_tokens % 64 == 0
+    again.cancel()
+    await tools.until_idle(backend)
+
+
 @pytest.mark.parametrize("start", [0, 40, 64, 150, 199])
 async def test_a_prefill_sends_what_it_found_like_what_it_computes(kitchen, tools, start):
     cached, plain = await kitchen.backend(AMPLE), await kitchen.backend()
