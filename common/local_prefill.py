@@ -6,6 +6,7 @@ Lives on the event loop. Made by LocalBackend.prefill.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ from common.worker import Item
 if TYPE_CHECKING:
     from common.local_backend import LocalBackend
     from common.state_cache import StateCache
+
+log = logging.getLogger(__name__)
 
 
 class LocalPrefill(Outputs[ComputedSegment | ChunkDone]):
@@ -121,7 +124,13 @@ class LocalPrefill(Outputs[ComputedSegment | ChunkDone]):
 
     def _looked_up(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
-        if error is not None and not self._is_over:
+        if error is None:
+            return
+        if not isinstance(error, RequestFailed):
+            log.error("what is cached of a prompt could not be used", exc_info=error)
+        if not self._wants_push.done():
+            self._wants_push.set_result(False)  # whoever waits for it hears of the error from the job
+        if not self._is_over:
             self.push(error if isinstance(error, RequestFailed) else RequestFailed(f"cached state: {error}"))
 
     def _begin(self, num_cached: int, *, wants_push: bool) -> None:

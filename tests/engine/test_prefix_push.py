@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from common.backend import PrefillTask
+from common.errors import RequestFailed
 from common.net.options import RemoteRequest
 from common.sched.prefix_index import ROWS, STATE, WINDOW
 from tests.engine.test_prefix_cache import AMPLE, kept, make_kitchen, num_computed, run  # noqa: F401
+from tests.engine.test_prefix_cache import Discard as Nowhere
 from tests.engine.wire_pair import WirePair
 
 
@@ -78,3 +83,28 @@ async def test_a_directory_that_is_behind_costs_computing_alone(make_kitchen, to
         if ROWS in lost:
             assert report.num_cached_tokens == 0 and report.pushed_bytes == 0, "it did not ask for a prefix with a hole"
     await tools.until_idle(decoder, source, plain)
+
+
+async def test_a_cache_that_fails_fails_the_job_and_nobody_waits(make_kitchen, tools):  # noqa: F811
+    backend = await make_kitchen("fake").backend(AMPLE)
+    await tools.transfer(backend, tools.prompt(200), Nowhere(backend))
+    await kept(backend, tools)
+
+    def fill(*_args):
+        raise MemoryError("no room on the device")
+
+    backend.cache.fill = fill
+    job = backend.prefill(PrefillTask("r", tools.prompt(200), 150, is_pushed=True, held=64))
+    async with asyncio.timeout(10):
+        assert not await job.wants_push()
+        with pytest.raises(RequestFailed, match="no room on the device"):
+            async for _ in job:
+                pass
+    job.release()
+    generation = await backend.open(tools.request((*tools.prompt(200), 5)))
+    generation.compute()
+    with pytest.raises(RequestFailed, match="no room on the device"):
+        async for _ in generation:
+            pass
+    await tools.until_idle(backend)
+    assert all(not part.num_pins for part in backend.cache.books.memory)
