@@ -12,14 +12,14 @@ async def test_first_segment_is_out_before_the_last_layer_runs(make_lab, tools, 
     source = await make_lab(kind).backend(20)
     emitted: list[ComputedSegment] = []
     seen_by_last_layer: list[int] = []
-    inner = source.worker._call
+    inner = source.worker.call
 
     def call(function, argument):
         if isinstance(argument, ComputedSegment):
             emitted.append(argument)
         inner(function, argument)
 
-    monkeypatch.setattr(source.worker, "_call", call)
+    monkeypatch.setattr(source.worker, "call", call)
     last = source.executor._model.base_model.layers[-1]
     last.register_forward_pre_hook(lambda *_args: seen_by_last_layer.append(len(emitted)))
 
@@ -48,10 +48,10 @@ async def test_decode_rows_do_not_wait_for_the_chunk_of_their_step(make_lab, too
     """A step hands out its rows' tokens before its chunk runs."""
     backend = await make_lab("fake").backend(8, token_budget=4)
     order: list[str] = []
-    decode, prefill, call = backend.executor.decode, backend.executor.prefill, backend.worker._call
+    decode, prefill, call = backend.executor.decode, backend.executor.prefill, backend.worker.call
     backend.executor.decode = lambda rows, chunk: order.append("decode") or decode(rows, chunk)
     backend.executor.prefill = lambda chunk, hook: order.append("chunk") or prefill(chunk, hook)
-    backend.worker._call = lambda f, a: order.append("out") or call(f, a)
+    backend.worker.call = lambda f, a: order.append("out") or call(f, a)
     running = await backend.open(tools.request(tools.prompt(1), max_tokens=30))
     running.compute()
     stream = aiter(running)
