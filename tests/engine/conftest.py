@@ -26,6 +26,7 @@ from common.local_backend import LocalBackend
 from common.request import PromptLogprobs, Request, SamplingParams, TokenOutput
 from common.worker import Factory, WorkerOptions
 from tests.engine.families import BASE, WINDOW
+from tests.engine.kitchen import Kitchen
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +143,19 @@ async def make_lab():
 @pytest.fixture(params=["fake", "tiny-full", "tiny-mixed"])
 def lab(request, make_lab) -> Lab:
     return make_lab(request.param)
+
+
+@pytest.fixture
+async def make_kitchen(tools):
+    kitchens = []
+
+    def make(kind: str) -> Kitchen:
+        kitchens.append(Kitchen(kind, tools))
+        return kitchens[-1]
+
+    yield make
+    for kitchen in kitchens:
+        await kitchen.close()
 
 
 class Gate:

@@ -10,8 +10,7 @@ from common.backend import PrefillTask
 from common.errors import RequestFailed
 from common.net.options import RemoteRequest
 from common.sched.prefix_index import ROWS, STATE, WINDOW
-from tests.engine.test_prefix_cache import AMPLE, kept, make_kitchen, num_computed, run  # noqa: F401
-from tests.engine.test_prefix_cache import Discard as Nowhere
+from tests.engine.kitchen import AMPLE, Discard, kept, num_computed, run
 from tests.engine.wire_pair import WirePair
 
 
@@ -35,7 +34,7 @@ async def turn(pair: WirePair, request, tools, *, held: int | None = None):
 @pytest.mark.parametrize(
     "kind", ["fake", "Llama", "Gemma3Text", "KimiLinear", pytest.param("FalconH1", marks=pytest.mark.slow)]
 )
-async def test_answers_are_pushed_and_not_computed_again(make_kitchen, tools, kind):  # noqa: F811
+async def test_answers_are_pushed_and_not_computed_again(make_kitchen, tools, kind):
     kitchen = make_kitchen(kind)
     decoder, source, plain = [await kitchen.backend(limits) for limits in (AMPLE, AMPLE, None)]
     async with WirePair(decoder, source) as pair:
@@ -65,7 +64,7 @@ async def test_answers_are_pushed_and_not_computed_again(make_kitchen, tools, ki
 
 @pytest.mark.parametrize("kind", ["Llama", "Gemma3Text", "KimiLinear"])
 @pytest.mark.parametrize("lost", [(ROWS, WINDOW, STATE), (STATE, WINDOW)])
-async def test_a_directory_that_is_behind_costs_computing_alone(make_kitchen, tools, kind, lost):  # noqa: F811
+async def test_a_directory_that_is_behind_costs_computing_alone(make_kitchen, tools, kind, lost):
     kitchen = make_kitchen(kind)
     decoder, source, plain = [await kitchen.backend(limits) for limits in (AMPLE, AMPLE, None)]
     async with WirePair(decoder, source) as pair:
@@ -85,9 +84,9 @@ async def test_a_directory_that_is_behind_costs_computing_alone(make_kitchen, to
     await tools.until_idle(decoder, source, plain)
 
 
-async def test_a_cache_that_fails_fails_the_job_and_nobody_waits(make_kitchen, tools):  # noqa: F811
+async def test_a_cache_that_fails_fails_the_job_and_nobody_waits(make_kitchen, tools):
     backend = await make_kitchen("fake").backend(AMPLE)
-    await tools.transfer(backend, tools.prompt(200), Nowhere(backend))
+    await tools.transfer(backend, tools.prompt(200), Discard(backend))
     await kept(backend, tools)
 
     def fill(*_args):
