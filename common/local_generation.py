@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from common.backend import StateSink, StateSource
 from common.errors import EngineDead, RequestFailed
-from common.local_outputs import LocalSink, LocalSource, Outputs
+from common.local_outputs import LocalSink, Outputs, cache_failed
 from common.request import PromptLogprobs, Request, TokenOutput
 from common.sched.executor import Slot
 from common.sched.scheduler import ChoiceEnded, Event, Scheduler
@@ -82,8 +82,7 @@ class LocalGeneration(Outputs[TokenOutput | PromptLogprobs]):
         cache, hold = self._backend.cache, self._hold
         if not self._num_kept and cache is not None and hold is not None:
             return cache.source(hold)
-        options = self._backend.worker.options
-        return LocalSource(self._backend.info.layout, self._seq.slot, options.chunk_tokens, options.segment_bytes)
+        return self._source(self._seq.slot)
 
     def keep(self, num_tokens: int) -> None:
         """[0, num_tokens) of the latest sink is verified, and nobody writes to it any more.
@@ -179,7 +178,7 @@ class LocalGeneration(Outputs[TokenOutput | PromptLogprobs]):
         if error is None:
             self._backend.worker.post(self._join_after(num_tokens))
         elif not self._is_over:
-            self.push(error if isinstance(error, RequestFailed) else RequestFailed(f"cached state: {error}"))
+            self.push(cache_failed(error))
             self._backend.worker.post(lambda scheduler: scheduler.cancel(self, has_failed=True))
 
     def _join_after(self, num_tokens: int) -> Callable[[Scheduler], list[Event]]:

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+def cache_failed(error: BaseException) -> RequestFailed:
+    """What ends a request whose cached state could not be used."""
+    return error if isinstance(error, RequestFailed) else RequestFailed(f"cached state: {error}")
+
+
 class LocalSink:
     """Import memory of one slot; of one transfer attempt."""
 
@@ -87,6 +92,11 @@ class Outputs(Generic[T]):
             yield item
         # Whoever asks again gets the same end, at once.
         self._queue.put_nowait(None)
+
+    def _source(self, slot: Slot) -> LocalSource:
+        """What a slot of ours holds, cut as a prefill's state is."""
+        options = self._backend.worker.options
+        return LocalSource(self._backend.info.layout, slot, options.chunk_tokens, options.segment_bytes)
 
     @property
     def _is_over(self) -> bool:

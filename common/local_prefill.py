@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from common.backend import ChunkDone, ComputedSegment, PrefillTask, StateSink
 from common.errors import EngineDead, RequestFailed
-from common.local_outputs import LocalSink, LocalSource, Outputs
+from common.local_outputs import LocalSink, Outputs, cache_failed
 from common.sched.scheduler import Event, Scheduler
 from common.sched.sequence import Sequence
 from common.worker import Item
@@ -131,7 +131,7 @@ class LocalPrefill(Outputs[ComputedSegment | ChunkDone]):
         if not self._wants_push.done():
             self._wants_push.set_result(False)  # whoever waits for it hears of the error from the job
         if not self._is_over:
-            self.push(error if isinstance(error, RequestFailed) else RequestFailed(f"cached state: {error}"))
+            self.push(cache_failed(error))
 
     def _begin(self, num_cached: int, *, wants_push: bool) -> None:
         """Compute from there on, once the rest of the beginning was pushed if it is."""
@@ -152,9 +152,7 @@ class LocalPrefill(Outputs[ComputedSegment | ChunkDone]):
         seq.num_computed_tokens = seq.num_offered = seq.point_at = num_cached
         if num_cached > seq.start:
             began_at = self.marks.prefill_started_at = time.monotonic()
-            options = backend.worker.options
-            source = LocalSource(backend.info.layout, seq.slot, options.chunk_tokens, options.segment_bytes)
-            for segment in source.between((seq.start, num_cached), (seq.start, seq.num_prompt_tokens)):
+            for segment in self._source(seq.slot).between((seq.start, num_cached), (seq.start, seq.num_prompt_tokens)):
                 backend.worker.hand_out(seq, segment)
             backend.worker.hand_out(seq, ChunkDone(seq.start, num_cached, began_at, began_at, is_cached=True))
             if not seq.num_remaining:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,11 @@ class ActiveRequest:
         self._joined_at = 0.0
         self._finish_reasons: dict[int, str] = {}
         self._deadline = Deadline(demand, arrived_at, self._pass_deadline)
+
+    @cached_property
+    def transfer_bytes(self) -> int:
+        """Raw bytes of its prompt's state; asked at every routing decision while it waits for them."""
+        return self._dispatcher.info.layout.transfer_bytes(0, self.request.num_prompt_tokens - 1)
 
     @property
     def num_output_tokens(self) -> int:

@@ -172,9 +172,8 @@ class Dispatcher:
                 num_before += num_tokens
                 return min((x.get("num_queued_tokens", 0) + num_before) / x["prefill_tokens_per_s"] for x in loads)
         stats = self.backend.stats()
-        rates = LocalRates(stats.alone_tokens_per_s, stats.mixed_tokens_per_s)
         computing = sum(a.request.num_prompt_tokens for a in self.active.values() if a.stage == "prefill local")
-        return rates.prefill_s(computing + num_before + num_tokens, stats.num_rows)
+        return _rates(stats).prefill_s(computing + num_before + num_tokens, stats.num_rows)
 
     def set_limits(self, limits: AdmissionLimits) -> None:
         """Take over limits and classes (also by reload); who fits now runs."""
@@ -230,16 +229,14 @@ class Dispatcher:
             num_cached = self.peer_tokens(peer.name, prefixes, last)
             lacks = num_cached < num_kept_tokens and settings.push != "never"
             push_bytes = self.info.layout.transfer_bytes(num_cached, num_kept_tokens) if lacks else 0
-            view = peer_view(peer, self.info, active, self.learned)
-            peers.append(dataclasses.replace(view, num_cached_tokens=num_cached, push_bytes=push_bytes))
+            peers.append(peer_view(peer, active, self.learned, num_cached_tokens=num_cached, push_bytes=push_bytes))
         local = local_view(stats, active, self.learned)
         decision = decide(asked, peers, local, rules)
         if self.trace is not None:
             chosen = {"route": decision.route, "reason": decision.reason, "peer": decision.peer}
             facts = {"facts": record(asked, peers, local), "rules": dataclasses.asdict(rules), "decision": chosen}
             self.trace("routed", now=time.monotonic(), request_id=request.request_id, **facts)
-        rates = LocalRates(stats.alone_tokens_per_s, stats.mixed_tokens_per_s)
-        if (seconds := rates.prefill_s(asked.num_uncached_tokens, stats.num_rows)) is not None:
+        if (seconds := _rates(stats).prefill_s(asked.num_uncached_tokens, stats.num_rows)) is not None:
             decision.terms["predicted_local_prefill_s"] = round(seconds, 3)
         return decision
 
@@ -326,3 +323,7 @@ class Dispatcher:
             return 0.0
         oldest = min(a.arrived_at for a in self.active.values())
         return time.monotonic() - max(oldest, self.last_output_at, stats.last_progress_at)
+
+
+def _rates(stats: BackendStats) -> LocalRates:
+    return LocalRates(stats.alone_tokens_per_s, stats.mixed_tokens_per_s)

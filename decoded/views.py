@@ -22,7 +22,6 @@ def request_view(
     """`num_kept_tokens` are left of attempts that failed: rows that decoded holds and can continue at."""
     num_tokens = request.num_prompt_tokens - 1
     late = [spec for spec in info.layout.states if spec.kind in ("window", "recurrent")]
-    rows = [spec for spec in info.layout.states if spec.kind in ("full", "latent")]
     return RequestView(
         request.request_id,
         request.num_prompt_tokens,
@@ -35,26 +34,32 @@ def request_view(
         raw_bytes=info.layout.transfer_bytes(num_kept_tokens, num_tokens),
         final_bytes=sum(s.num_bytes(num_tokens - max(num_kept_tokens, s.needed_from(num_tokens))) for s in late),
         fixed_bytes=sum(s.num_bytes(max(1, s.window - 1)) for s in late),
-        token_bytes=float(sum(s.num_bytes(1) for s in rows)),
+        token_bytes=float(info.layout.token_bytes),
         ttft_slo_s=request.deadline_s,
         waited_s=waited_s,
     )
 
 
-def peer_view(client: PeerClient, info: ModelInfo, active: Iterable[ActiveRequest], learned: Learned) -> PeerView:
-    """One peer, by what it told of its load and path, and by what decoded itself waits for from it."""
+def peer_view(
+    client: PeerClient, active: Iterable[ActiveRequest], learned: Learned, *, num_cached_tokens: int, push_bytes: int
+) -> PeerView:
+    """One peer, by what it told of its load and path, and by what decoded itself waits for from it.
+
+    `num_cached_tokens`, `push_bytes`: what it holds of the prompt, and what would have to be sent for it to hold more.
+    """
     is_usable = client.state == "ready"
     load = client.load
     rate = load.get("prefill_tokens_per_s", 0.0)
     stage = f"prefill at {client.name}"
-    waits = [a.request.num_prompt_tokens for a in active if a.shown_stage == stage]
+    waits = [a for a in active if a.shown_stage == stage]
+    num_tokens = sum(a.request.num_prompt_tokens for a in waits)
     return PeerView(
         client.name,
         is_usable,
         "" if is_usable else f"{client.state}: {client.reason}",
         client.num_streams,
         # What was sent since its last word counts too, or a burst within one heartbeat would all go to one peer.
-        num_queued_tokens=max(int(load.get("num_queued_tokens", 0)), sum(waits)),
+        num_queued_tokens=max(int(load.get("num_queued_tokens", 0)), num_tokens),
         num_queued=max(int(load.get("num_queued", 0) + load.get("num_running", 0)), len(waits)),
         cost=learned.cost(client.name, rate),
         rtt_s=client.rtt_s,
@@ -63,7 +68,9 @@ def peer_view(client: PeerClient, info: ModelInfo, active: Iterable[ActiveReques
         goodput_bps=load.get("path_goodput_bps", 0.0),
         confidence=load.get("path_confidence", 0.0),
         retransmitted=load.get("path_loss", 0.0),
-        queued_bytes=float(sum(info.layout.transfer_bytes(0, n - 1) for n in waits)),
+        queued_bytes=float(sum(a.transfer_bytes for a in waits)),
+        num_cached_tokens=num_cached_tokens,
+        push_bytes=push_bytes,
     )
 
 

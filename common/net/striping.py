@@ -22,7 +22,7 @@ def fill_in_turn(
     """
     links = list(links)
     left = [link for link in links if link.is_writable]
-    num_pieces, piece_bytes = waiting() if waiting is not None and left else (0, 0)
+    num_pieces, piece_bytes = waiting() if waiting is not None and left and len(links) > 1 else (0, 0)
     while left:
         for link in list(left):
             if piece_bytes and is_behind(link, links, piece_bytes, num_pieces * piece_bytes):

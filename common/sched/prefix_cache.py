@@ -3,7 +3,7 @@
 A part (one group of an entry) is reserved, filled by whoever copies bytes, and committed; only then is it found. What
 memory gives up may be reserved on disk. Without its rows an entry is worth nothing, so its other groups go with them.
 Every change of what is held is noted for the peers' directories. Pure bookkeeping on one thread; payloads are never
-looked into. Owned by common/state_cache.py, and by the simulator's nodes.
+looked into. Owned by common/state_cache.py.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ class FailingBackend:
     """Takes every request and fails it."""
 
     info = SimpleNamespace(
-        name="m", layout=SimpleNamespace(states=(), transfer_bytes=lambda start, stop: 8 * (stop - start))
+        name="m",
+        layout=SimpleNamespace(states=(), token_bytes=0, transfer_bytes=lambda start, stop: 8 * (stop - start)),
     )
 
     def __init__(self, error: Exception) -> None:
