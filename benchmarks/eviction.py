@@ -7,7 +7,6 @@ to rank parts in place of its own. Prints the part of all prompt tokens that wer
 from __future__ import annotations
 
 import argparse
-import heapq
 import itertools
 import json
 import math
@@ -19,6 +18,7 @@ from benchmarks.cli import make_parser
 from common.layout import BLOCK_TOKENS
 from common.sched.prefix_cache import PrefixCache
 from common.sched.prefix_index import ROWS, Needs
+from common.sched.prefixes import Prefixes
 from common.sched.tier import Part, Tier
 
 TRACE_BLOCK_TOKENS = 512
@@ -47,31 +47,18 @@ class RankedTier(Tier):
         super().__init__(limits)
         self._worth = worth
 
-    def _rank(self, part: Part) -> None:
-        part.priority = self._clock[part.group] + self._worth(part)
-        heap = self._heaps[part.group]
-        heapq.heappush(heap, (part.priority, next(self._order), part))
-        if len(heap) > 64 + 4 * len(self):
-            heap[:] = [item for item in heap if item[2].is_held and item[2].priority == item[0]]
-            heapq.heapify(heap)
+    def worth(self, part: Part) -> float:
+        """By the rank that is compared."""
+        return self._worth(part)
 
 
-class TracedPrompt:
-    """The names of a prompt of which only the trace's block ids are known (Prefixes' part of them)."""
+class TracedPrompt(Prefixes):
+    """The names of a prompt of which only the trace's block ids are known; it cannot grow."""
 
     def __init__(self, ids: list[int], num_tokens: int) -> None:
         per_id = range(TRACE_BLOCK_TOKENS // BLOCK_TOKENS)
         names = [b"", *(b"%d.%d" % (number, n) for number in ids for n in per_id)]
         self._names = names[: num_tokens // BLOCK_TOKENS + 1]
-
-    @property
-    def num_blocks(self) -> int:
-        """Whole blocks."""
-        return len(self._names) - 1
-
-    def block(self, number: int) -> bytes:
-        """Name of the prefix of so many blocks."""
-        return self._names[number]
 
     def at(self, position: int) -> bytes:
         """There are no tails here."""
@@ -93,10 +80,10 @@ def found(trace: Path, num_blocks: int, worth: Callable[[Part], float] | None) -
         cache.memory = RankedTier(limits, worth)
     num_found = total = 0
     for prompt, num_tokens in prompts(trace):
-        held = cache.find(prompt, num_tokens - 1).num_tokens  # type: ignore[arg-type]
+        held = cache.find(prompt, num_tokens - 1).num_tokens
         num_found, total = num_found + held, total + num_tokens
-        pinned = cache.use(prompt, held, {ROWS: 0}) or []  # type: ignore[arg-type]
-        for entry in cache.entries(prompt, prompt.num_blocks * BLOCK_TOKENS, held):  # type: ignore[arg-type]
+        pinned = cache.use(prompt, held, {ROWS: 0}) or []
+        for entry in cache.entries(prompt, prompt.num_blocks * BLOCK_TOKENS, held):
             if cache.wants(entry, ROWS):
                 part, _ = cache.reserve(cache.memory, entry, ROWS, BLOCK_TOKENS)
                 if part is None:

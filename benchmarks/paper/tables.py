@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from common.sim.scenario import PAPER
-
 GBPS, MIB_BITS = 1e9, 8 * 2**20
 
 # Table 6: way -> (throughput, mean and P90 TTFT, threshold, Np, Nd). Printed to two decimals.
@@ -46,9 +44,3 @@ def hybrid_state_mib(num_tokens: int) -> float:
     """
     recurrent = 42 * (64 * 128 * 128 * 4 + 3 * 3 * 64 * 128 * 2)
     return (recurrent + 15 * 576 * 2 * num_tokens) / 2**20
-
-
-def model_state_mib(num_tokens: int) -> float:
-    """What the shipped example takes a prompt's state to be."""
-    state = PAPER["state"]
-    return (state["fixed_bytes"] + state["bytes_per_token"] * num_tokens) / 2**20

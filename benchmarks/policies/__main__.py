@@ -49,14 +49,7 @@ def markdown(cells: list[dict[str, Any]]) -> str:
         for slo in SLOS:
             rps = cell["goodput_rps"][slo]
             tuned_to = f"{cell['threshold_tokens']:.0f}, {cell['roles']}, {cell['binds']}"
-            values = [
-                cell["workload"],
-                f"{cell['gbps']:g}",
-                f"{cell['cv']:g}",
-                tuned_to,
-                f"{cell['offered_rps']:.2f}",
-                slo,
-            ]
+            values = [*_where(cell), tuned_to, f"{cell['offered_rps']:.2f}", slo]
             values += [f"{rps['adaptive']:.2f}", f"{rps['threshold']:.2f}", f"{gain(cell, slo):+.0%}"]
             values += [f"{rps['local-only']:.2f}", f"{rps['remote-only']:.2f}"]
             lines.append("| " + " | ".join(values) + " |")

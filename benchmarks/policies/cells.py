@@ -6,23 +6,21 @@ for the cell's link and lengths; `adaptive` gets the same roles, the baselines t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from common.policy.adaptive import WEIGHTS, Weights
-from common.policy.capacity import Model, Plant, Solution
+from common.policy.capacity import Model, Solution
 from common.policy.lengths import Lengths
-from common.policy.routing import Mode, Rules
+from common.policy.routing import Mode
 from common.sim.cluster import Cluster
-from common.sim.plan import plant
+from common.sim.plan import deployment, plant, rules
 from common.sim.report import Slo, percentiles, span_s
 from common.sim.scenario import PAPER, Scenario, scenario, uncached_lengths
-from common.sim.site import Deployment
 from common.sim.traces import read_trace
 from common.sim.workload import Shape, arrive, log_normal, retrieval
 
@@ -96,26 +94,21 @@ def workload(name: str, count: int, traces: Path, seed: int) -> Workload:
         shapes, caches = retrieval(count, rng), CACHE_TOKENS
     else:
         file = {"mooncake": "mooncake_conversation.jsonl", "azure": "azure_code_2023.csv"}[name]
-        read = read_trace(traces / file).shapes
-        shapes, caches = [read[n % len(read)] for n in range(count)], CACHE_TOKENS
+        shapes, caches = read_trace(traces / file).repeated(count), CACHE_TOKENS
     left = uncached_lengths(shapes, caches)
     parts = (left[: count // 2], left[count // 2 :]) if name == "shift" else (left,)
     lengths = Lengths.of(left), tuple(map(Lengths.of, parts))
     return Workload(name, tuple(shapes), *lengths, float(np.mean([s.num_output for s in shapes])), caches)
 
 
+@cache
 def tuned(cell: Cell) -> tuple[Solution, dict[Mode, Solution], float]:
     """(the paper's optimum, the roles of each policy, requests per second offered).
 
     Where the mix shifts, threshold and roles are the best for the whole of it, and what is offered is what those roles
     could serve in the worse part with that part's own best threshold.
     """
-    load = _workload(cell)
-    case = plant(PAPER_CASE, cell.gbps * 1e9)
-    this = Plant(
-        case.remote_s, case.own_s, case.state, case.num_remote, case.num_own,
-        PAPER_CASE.own.decode_rps(load.mean_output), case.egress_bps,
-    )  # fmt: skip
+    load, this = _workload(cell), plant(_case(cell))
     model = Model(this, load.lengths)
     best = model.solve()
     roles = {
@@ -133,6 +126,12 @@ def _workload(cell: Cell) -> Workload:
     return workload(cell.workload, cell.num_requests, cell.traces, cell.seed)
 
 
+def _case(cell: Cell) -> Scenario:
+    """The paper's, with the cell's link and outputs."""
+    load = _workload(cell)
+    return replace(PAPER_CASE, egress_bps=cell.gbps * 1e9, mean_output=load.mean_output, cache_tokens=load.cache_tokens)
+
+
 def run(cell: Cell, policy: Mode, weights: Weights = WEIGHTS, slo_names: tuple[str, ...] = SLOS) -> list[Outcome]:
     """One run, or one for each SLO where the policy looks at it."""
     best, roles, rate_rps = tuned(cell)
@@ -144,11 +143,9 @@ def _one(
     cell: Cell, policy: Mode, roles: Solution, best: Solution, rate_rps: float, weights: Weights,
     slo_names: tuple[str, ...],
 ) -> Outcome:  # fmt: skip
-    load, case = _workload(cell), PAPER_CASE
-    built = _deployment(case, cell, roles, load.cache_tokens)
     looks_at = slo(slo_names[0]).ttft_s if policy == "adaptive" else None
-    cluster = Cluster(built, Rules(policy, best.threshold_tokens, 2, best.threshold_tokens, weights), ttft_slo=looks_at)
-    requests = arrive(load.shapes, rate_rps, np.random.default_rng(cell.seed + 100), cv=cell.cv)
+    cluster = Cluster(deployment(_case(cell), roles), rules(policy, best, weights), ttft_slo=looks_at)
+    requests = arrive(_workload(cell).shapes, rate_rps, np.random.default_rng(cell.seed + 100), cv=cell.cv)
     done = cluster.run(requests)
     met = {name: sum(map(slo(name).is_met, done)) for name in slo_names}
     return Outcome(
@@ -159,11 +156,3 @@ def _one(
         sum(r.place == "remote" for r in done) / len(done),
         len(done) / span_s(done),
     )
-
-
-def _deployment(case: Scenario, cell: Cell, roles: Solution, cache_tokens: float) -> Deployment:
-    return Deployment(
-        case.remote, case.own, case.state, case.num_remote if not math.isinf(roles.threshold_tokens) else 0,
-        int(roles.num_prefill), int(roles.num_decode), cell.gbps * 1e9, case.rtt_s,
-        cache_tokens=(cache_tokens, cache_tokens),
-    )  # fmt: skip

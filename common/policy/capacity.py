@@ -154,21 +154,8 @@ class Model:
         at, lengths, weights = self.lengths.index(threshold), self.lengths.lengths, self.lengths.weights
         seconds = [self.plant.own_s(n) for n in lengths[:at]] + [self.plant.remote_s(n) for n in lengths[at:]]
         mean = sum(s * w for s, w in zip(seconds, weights, strict=True))
-        spread = Lengths(*_merged(sorted(zip(seconds, weights, strict=True))))
+        spread = Lengths.weighted(zip(seconds, weights, strict=True))
         return mean, [spread.quantile(part) for part in parts]
-
-
-def _merged(pairs: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Values that rise strictly, the weights of equal ones added."""
-    values: list[float] = []
-    weights: list[float] = []
-    for value, weight in pairs:
-        if values and value <= values[-1]:
-            weights[-1] += weight
-        else:
-            values.append(value)
-            weights.append(weight)
-    return values, weights
 
 
 def _ratio(amount: float, each: float) -> float:

@@ -7,7 +7,7 @@ decode step with rows and context. Pure; used by routing, capacity and the simul
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import combinations
 
 # An observation counts half after so many later ones: a node whose clock or neighbours change is learned anew.
@@ -15,7 +15,7 @@ HALF_LIFE = 200.0
 # How many observations the prior weighs at first, and for ever: terms that nothing excites stay where it has them.
 PRIOR_WEIGHT, LASTING_WEIGHT = 8.0, 0.02
 # Sizes at which the terms of each model are of the order of their weights; keeps the equations well conditioned.
-_PREFILL_SCALE = (1.0, 1e4, 1e8)
+PREFILL_SCALE = (1.0, 1e4, 1e8)
 _DECODE_SCALE = (1.0, 1e1, 1e5)
 
 
@@ -96,8 +96,9 @@ class NonNegativeFit:
     of the unconstrained ones over every subset of terms (Lawson and Hanson, Solving Least Squares Problems, ch. 23).
     """
 
-    def __init__(self, prior: Sequence[float], scale: Sequence[float], *, half_life: float = HALF_LIFE) -> None:
-        self._scale = tuple(scale)
+    def __init__(self, prior: Sequence[float] | None, scale: Sequence[float], *, half_life: float = HALF_LIFE) -> None:
+        self._scale, self._has_prior = tuple(scale), prior is not None
+        prior = prior if prior is not None else [0.0] * len(scale)
         self._keep = 0.5 ** (1.0 / half_life)
         self._prior = [p * s for p, s in zip(prior, scale, strict=True)]
         size = len(self._prior)
@@ -122,6 +123,11 @@ class NonNegativeFit:
                 row[j] = self._keep * row[j] + xi * xj
         self.num_observations += 1
         self._solution = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a prior, or something was seen."""
+        return self._has_prior or self.num_observations > 0
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -174,32 +180,25 @@ class PrefillFit:
     """One node's PrefillCost, learned from its measured prompts."""
 
     def __init__(self, prior: PrefillCost | None = None) -> None:
-        known = prior or PrefillCost(0.0, 0.0, 0.0)
-        weights = (known.constant_s, known.per_token_s, known.per_square_s)
-        self._fit = NonNegativeFit(weights, _PREFILL_SCALE)
-        self._has_prior = prior is not None
+        self._fit = NonNegativeFit(astuple(prior) if prior is not None else None, PREFILL_SCALE)
 
     def observe(self, num_cached: int, num_uncached: int, seconds: float) -> None:
         """A prompt of which `num_uncached` tokens were computed took so long, its waits not counted."""
         if num_uncached > 0:
-            squares = float(num_uncached) * (num_uncached + 2 * num_cached)
-            self._fit.observe((1.0, float(num_uncached), squares), seconds)
+            squares = num_uncached * (num_uncached + 2 * num_cached)
+            self._fit.observe((1.0, num_uncached, squares), seconds)
 
     @property
     def cost(self) -> PrefillCost | None:
         """None before anything is known."""
-        if not self._has_prior and not self._fit.num_observations:
-            return None
-        return PrefillCost(*self._fit.weights)
+        return PrefillCost(*self._fit.weights) if self._fit.is_known else None
 
 
 class DecodeFit:
     """One node's DecodeCost, learned from its measured steps."""
 
     def __init__(self, prior: DecodeCost | None = None) -> None:
-        known = prior or DecodeCost(0.0)
-        self._fit = NonNegativeFit((known.base_s, known.per_row_s, known.per_context_s), _DECODE_SCALE)
-        self._has_prior = prior is not None
+        self._fit = NonNegativeFit(astuple(prior) if prior is not None else None, _DECODE_SCALE)
 
     def observe(self, num_rows: int, num_context_tokens: int, seconds: float) -> None:
         """A step of so many rows took so long."""
@@ -208,6 +207,4 @@ class DecodeFit:
     @property
     def cost(self) -> DecodeCost | None:
         """None before anything is known."""
-        if not self._has_prior and not self._fit.num_observations:
-            return None
-        return DecodeCost(*self._fit.weights)
+        return DecodeCost(*self._fit.weights) if self._fit.is_known else None

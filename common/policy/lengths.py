@@ -59,12 +59,16 @@ class Lengths:
     @classmethod
     def of(cls, samples: Iterable[float]) -> Lengths:
         """What was observed. Raises ValueError when there is nothing above zero."""
-        counts: dict[float, int] = {}
-        for length in samples:
-            if length > 0:
-                counts[length] = counts.get(length, 0) + 1
-        lengths = sorted(counts)
-        return cls(lengths, [counts[n] for n in lengths])
+        return cls.weighted((length, 1.0) for length in samples if length > 0)
+
+    @classmethod
+    def weighted(cls, pairs: Iterable[tuple[float, float]]) -> Lengths:
+        """Of (length, weight) in any order; weights of equal lengths add up. Raises ValueError when there are none."""
+        weights: dict[float, float] = {}
+        for length, weight in pairs:
+            weights[length] = weights.get(length, 0.0) + weight
+        lengths = sorted(weights)
+        return cls(lengths, [weights[n] for n in lengths])
 
     def sums(self, value: Callable[[float], float]) -> list[float]:
         """Running sums of weight times `value(length)`."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from common.policy.costs import DecodeCost, NonNegativeFit, PrefillCost, StateSize
+from common.policy.costs import PREFILL_SCALE, DecodeCost, NonNegativeFit, PrefillCost, StateSize
 
 
 class Curve:
@@ -102,7 +102,7 @@ class NodeProfile:
         """The cost model nearest to the curve, errors relative, up to `longest` tokens."""
         if isinstance(self.prefill, Polynomial):
             return PrefillCost(self.prefill.constant, self.prefill.linear, self.prefill.square)
-        fit = NonNegativeFit((0.0, 0.0, 0.0), (1.0, 1e4, 1e8), half_life=1e9)
+        fit = NonNegativeFit(None, PREFILL_SCALE, half_life=1e9)
         for n in range(1, 65):
             tokens = longest * n / 64
             fit.observe((1.0, tokens, tokens**2), self.prefill(tokens))
@@ -117,7 +117,7 @@ def node_profile(data: Mapping[str, Any]) -> NodeProfile:
         ValueError: naming the field that is missing or wrong.
     """
     name = data.get("name", "node")
-    prefill = _table(data, "prefill", f"profile {name!r}")
+    prefill = table(data, "prefill", f"profile {name!r}")
     curve: Curve | Polynomial
     if "points" in prefill:
         try:
@@ -130,7 +130,7 @@ def node_profile(data: Mapping[str, Any]) -> NodeProfile:
         curve = Polynomial(constant, linear, number(prefill, "per_square_s", where, 0.0))
     if data.get("decode") is None:
         return NodeProfile(str(name), curve)
-    where, told = f"profile {name!r}: decode", _table(data, "decode", f"profile {name!r}")
+    where, told = f"profile {name!r}: decode", table(data, "decode", f"profile {name!r}")
     cost = DecodeCost(
         number(told, "base_s", where), number(told, "per_row_s", where, 0.0), number(told, "per_context_s", where, 0.0)
     )
@@ -142,10 +142,11 @@ def state_size(data: Mapping[str, Any]) -> StateSize:
     return StateSize(number(data, "fixed_bytes", "state", 0.0), number(data, "bytes_per_token", "state"))
 
 
-def _table(data: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+def table(data: Mapping[str, Any], key: str, where: str = "") -> Mapping[str, Any]:
+    """An object within a JSON object. Raises ValueError naming it."""
     value = data.get(key)
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: {key} must be a table, not {value!r}")
+        raise ValueError(f"{where}{': ' if where else ''}{key} must be a table, not {value!r}")
     return value
 
 

@@ -128,9 +128,12 @@ class Tier:
     def _is_built_on(self, part: Part) -> bool:
         return part.group == ROWS and self._num_children.get(part.entry.name, 0) > 0
 
+    def worth(self, part: Part) -> float:
+        """Of two parts that were used last at the same time the one that is worth less goes."""
+        return (1.0 + math.log2(part.num_uses)) * part.num_saved_tokens / max(part.num_bytes, 1)
+
     def _rank(self, part: Part) -> None:
-        worth = (1.0 + math.log2(part.num_uses)) * part.num_saved_tokens / max(part.num_bytes, 1)
-        part.priority = self._clock[part.group] + worth
+        part.priority = self._clock[part.group] + self.worth(part)
         heap = self._heaps[part.group]
         heapq.heappush(heap, (part.priority, next(self._order), part))
         if len(heap) > 64 + 4 * len(self._parts):

@@ -117,9 +117,8 @@ class Beliefs:
         if not self._hardware.mixed:
             return LocalView(can_prefill=False, num_rows=place.num_rows, step_s=place.step_s)
         here = self._hardware.mixed[self.soonest(self._hardware.mixed)]
-        stretch = self.deployment.max_stretch
         return LocalView(
             num_queued_tokens=here.num_queued_tokens, queued_s=max(0.0, self._free_at[here.name] - now),
             cost=self.costs["own"], num_rows=place.num_rows, step_s=place.step_s,
-            mixed_slowdown=stretch / (stretch - 1),
+            mixed_slowdown=self.deployment.mixed_slowdown,
         )  # fmt: skip

@@ -39,7 +39,6 @@ class Cluster:
         self.hardware = Hardware(deployment, self._done)
         self.loop, self.link, self.uplink = self.hardware.loop, self.hardware.link, self.hardware.uplink
         self.deployment, self.rules = deployment, rules
-        self.deployment, self.rules = deployment, rules
         self.beliefs = Beliefs(self.hardware, ttft_slo)
         self._on_decision, self._controller, self._plant = on_decision, controller, plant
         self.finished: list[SimRequest] = []
@@ -98,11 +97,11 @@ class Cluster:
     def _prefill_there(self, request: SimRequest, view: RequestView, decision: RouteDecision) -> None:
         node = self.hardware.nodes[str(decision.peer)]
         tokens = request.num_prompt - 1
-        is_remote = decision.peer is not None and decision.peer.startswith("remote")
-        start = view.num_cached_tokens
-        if is_remote and not decision.push_tokens:
-            start = min(self.hardware.remote_cache.match(request.blocks), tokens)
         request.node, request.place = node.name, node.name.rstrip("0123456789")
+        is_remote, start = request.place == "remote", view.num_cached_tokens
+        there = self.hardware.remote_cache.match(request.blocks) if is_remote else 0
+        if is_remote and not decision.push_tokens:
+            start = min(there, tokens)
         request.num_computed = tokens - start
         self.beliefs.book(node, self.beliefs.costs[request.place].seconds(start, tokens - start))
         if not is_remote:
@@ -111,9 +110,7 @@ class Cluster:
         self.beliefs.promised[node.name] += view.raw_bytes * self.deployment.codec_ratio
         request.is_all_computed = False
         if decision.push_tokens:
-            pushed = self.deployment.state.num_bytes(
-                start, min(self.hardware.remote_cache.match(request.blocks), start)
-            )
+            pushed = self.deployment.state.num_bytes(start, min(there, start))
             self.uplink.send(pushed * self.deployment.codec_ratio, node.put, request, start, tokens, self._remote_chunk)
         else:
             node.put(request, start, tokens, self._remote_chunk)
@@ -150,7 +147,6 @@ class Cluster:
 
     def _ready(self, request: SimRequest, place: DecodeNode | None = None) -> None:
         """The state is at decoded's site; `place` has it already where decoded computed it itself."""
-        request.ready_at = self.loop.now
         self.hardware.own_cache.add(request.blocks)
         (place or min(self.hardware.decode, key=lambda node: node.load)).join(request)
 

@@ -29,8 +29,8 @@ def tcp_bps(rate_bps: float, rtt_s: float, loss: float, num_links: int = 4) -> f
 class Link:
     """One direction of a path. `changes` are (instant, bits per second), in order."""
 
-    def __init__(self, loop: Loop, rate_bps: float, rtt_s: float = 0.0, changes: Sequence[tuple[float, float]] = ()):
-        self._loop, self.rate_bps, self.rtt_s = loop, rate_bps, rtt_s
+    def __init__(self, loop: Loop, rate_bps: float, changes: Sequence[tuple[float, float]] = ()) -> None:
+        self._loop, self.rate_bps = loop, rate_bps
         self._served = 0.0
         self._at = 0.0
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []

@@ -53,8 +53,6 @@ class PrefillNode:
         end = min(stop, start + self.chunk_tokens)
         took_s = self.seconds(start, end) + (self._constant_s if is_first else 0.0)
         took_s *= self.slowdown() if self.slowdown is not None else 1.0
-        if is_first:
-            request.prefill_started_at = self._loop.now
         self.busy_s += took_s
         ends_at, is_last = self._loop.now + took_s, end == stop
         if is_last:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from common.policy.adaptive import WEIGHTS, Weights
 from common.policy.capacity import Model, Plant, Solution
 from common.policy.routing import Mode, Rules
 from common.sim.charts import Series, html_table, line_chart, page
@@ -47,10 +48,10 @@ def plan(question: Scenario, *, simulates: bool = True) -> dict[str, Any]:
         for way, mode in _MODES:
             roles = "prfaas" if way == "adaptive" else way
             if roles in exact:
-                rps, most = saturated_rps(question, roles, exact[roles], mode), exact[roles].throughput_rps
+                rps, most = saturated_rps(question, exact[roles], mode), exact[roles].throughput_rps
                 facts = {"closed_form_mean_rps": most, "simulated_rps": rps, "difference": rps / most - 1}
                 out["saturation"][way] = facts
-                out["simulated"][way] = simulated(question, roles, exact[roles], mode) | {"throughput_rps": rps}
+                out["simulated"][way] = simulated(question, exact[roles], mode) | {"throughput_rps": rps}
     return out
 
 
@@ -97,13 +98,13 @@ def _facts(question: Scenario, solved: dict[str, Solution]) -> dict[str, Any]:
     return out
 
 
-def deployment(question: Scenario, way: str, solved: Solution) -> Deployment:
-    """The nodes of one way, in the roles that the closed form found."""
+def deployment(question: Scenario, solved: Solution) -> Deployment:
+    """The nodes of one way, in the roles that the closed form found; none remote where nothing is offloaded."""
     return Deployment(
         question.remote,
         question.own,
         question.state,
-        0 if way == "homogeneous" else question.num_remote,
+        0 if math.isinf(solved.threshold_tokens) else question.num_remote,
         int(solved.num_prefill),
         int(solved.num_decode),
         question.egress_bps,
@@ -113,14 +114,15 @@ def deployment(question: Scenario, way: str, solved: Solution) -> Deployment:
     )
 
 
-def simulated(question: Scenario, way: str, solved: Solution, mode: Mode) -> dict[str, Any]:
+def rules(mode: Mode, solved: Solution, weights: Weights = WEIGHTS) -> Rules:
+    """How the router decides at what the closed form found."""
+    return Rules(mode, solved.threshold_tokens, 2, solved.threshold_tokens, weights)
+
+
+def simulated(question: Scenario, solved: Solution, mode: Mode) -> dict[str, Any]:
     """One run at `load` of the predicted throughput; `throughput_rps` is then what was offered."""
     slo = Slo(lambda _: question.ttft_slo_s, question.tpot_slo_s)
-    cluster = Cluster(
-        deployment(question, way, solved),
-        Rules(mode, solved.threshold_tokens, 2, solved.threshold_tokens),
-        ttft_slo=slo.ttft_s,
-    )
+    cluster = Cluster(deployment(question, solved), rules(mode, solved), ttft_slo=slo.ttft_s)
     done = cluster.run(_arrivals(question, question.load * solved.throughput_rps))
     told = summary(done, cluster.link.num_bytes, slo)
     ttft = told["ttft_s"]
@@ -148,15 +150,14 @@ def _arrivals(question: Scenario, rate_rps: float) -> list[SimRequest]:
     )  # fmt: skip
 
 
-def saturated_rps(question: Scenario, way: str, solved: Solution, mode: Mode) -> float:
+def saturated_rps(question: Scenario, solved: Solution, mode: Mode) -> float:
     """Requests per second with always as many in the system as it can work on: the end of one is the start of the next.
 
     The first quarter of the run, while queues and batches fill, and its end, while they empty, are left out.
     """
     window = 2 * question.own.max_rows * max(1, int(solved.num_decode)) + 40
     requests = _chained(question.shapes, window)
-    rules = Rules(mode, solved.threshold_tokens, 2, solved.threshold_tokens)
-    done = Cluster(deployment(question, way, solved), rules).run(requests)
+    done = Cluster(deployment(question, solved), rules(mode, solved)).run(requests)
     ends = [r.done_at for r in done]
     first, last = len(ends) // 4, len(ends) - window
     if last - first < len(ends) // 4:
@@ -165,7 +166,7 @@ def saturated_rps(question: Scenario, way: str, solved: Solution, mode: Mode) ->
 
 
 def _chained(shapes: Sequence[Shape], window: int) -> list[SimRequest]:
-    requests = [SimRequest(n, 0.0, s.num_prompt, s.num_output, s.blocks) for n, s in enumerate(shapes)]
+    requests = [shape.request(n) for n, shape in enumerate(shapes)]
     for one, following in zip(requests, requests[window:], strict=False):
         one.next.append((0.0, following))
     return requests[:window]

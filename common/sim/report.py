@@ -44,7 +44,7 @@ def percentiles(values: Sequence[float], parts: Sequence[int] = PERCENTILES) -> 
 
 def summary(requests: Sequence[SimRequest], num_link_bytes: float, slo: Slo | None = None) -> dict[str, Any]:
     """Everything of a run as JSON has it. TTFT counts waiting, transfer and the first decode step."""
-    ttft = [r.ttft_s for r in requests]
+    ttft, tpot = [r.ttft_s for r in requests], [r.tpot_s for r in requests]
     seconds = max(r.done_at for r in requests) - min(r.arrived_at for r in requests)
     places = Counter(r.place for r in requests)
     computed = sum(r.num_prompt for r in requests)
@@ -53,7 +53,7 @@ def summary(requests: Sequence[SimRequest], num_link_bytes: float, slo: Slo | No
         "throughput_rps": len(requests) / seconds,
         "offered_rps": (len(requests) - 1) / span_s(requests),
         "ttft_s": {"mean": float(np.mean(ttft)), **percentiles(ttft)},
-        "tpot_s": {"mean": float(np.mean([r.tpot_s for r in requests])), **percentiles([r.tpot_s for r in requests])},
+        "tpot_s": {"mean": float(np.mean(tpot)), **percentiles(tpot)},
         "egress_bps": 8 * num_link_bytes / seconds,
         "offloaded": places["remote"] / len(requests),
         "places": dict(places),

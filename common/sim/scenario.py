@@ -15,9 +15,9 @@ import numpy as np
 
 from common.policy.costs import StateSize
 from common.policy.lengths import Lengths
-from common.policy.profile import NodeProfile, node_profile, number, state_size
+from common.policy.profile import NodeProfile, node_profile, number, state_size, table
 from common.sim.caches import BlockCache
-from common.sim.traces import read_trace
+from common.sim.traces import Trace, read_trace
 from common.sim.workload import BLOCK_TOKENS, Shape, log_normal, retrieval, sessions
 from common.units import parse_duration, parse_rate
 
@@ -86,20 +86,20 @@ def scenario(data: Mapping[str, Any], folder: Path = Path()) -> Scenario:
         ValueError: naming the field.
         OSError: the trace cannot be read.
     """
-    link, slo, arrivals = (_table(data, key) for key in ("link", "slo", "arrivals"))
+    link, slo, arrivals, asked = (table(data, key) for key in ("link", "slo", "arrivals", "workload"))
     count = _whole(arrivals, "num_requests", "arrivals", 6000, low=100)
     cache_tokens = number(data, "cache_tokens", "plan", 0.0)
-    shapes = tuple(_shapes(_table(data, "workload"), count, folder))
-    lengths = _lengths(_table(data, "workload"), shapes, cache_tokens)
-    own = node_profile(_table(data, "own"))
+    trace = read_trace(folder / str(asked.get("path", ""))) if asked.get("kind") == "trace" else None
+    shapes = tuple(_shapes(asked, count, trace))
+    own = node_profile(table(data, "own"))
     if own.decode is None:
         raise ValueError("own.decode is missing: decoded's own nodes generate the tokens")
     num_remote, num_own = _whole(data, "num_remote", "plan"), _whole(data, "num_own", "plan", low=2)
     return Scenario(
         name=str(data.get("name", "plan")),
-        remote=node_profile(_table(data, "remote")),
+        remote=node_profile(table(data, "remote")),
         own=own,
-        state=state_size(_table(data, "state")),
+        state=state_size(table(data, "state")),
         num_remote=num_remote,
         num_own=num_own,
         num_homogeneous=_whole(data, "num_homogeneous", "plan", num_remote + num_own, low=2),
@@ -108,13 +108,13 @@ def scenario(data: Mapping[str, Any], folder: Path = Path()) -> Scenario:
         rtt_s=_unit(link, "rtt", "link", parse_duration, "0"),
         codec_ratio=number(link, "codec_ratio", "link", 1.0),
         shapes=shapes,
-        lengths=lengths,
+        lengths=_lengths(asked, shapes, cache_tokens),
         mean_output=float(np.mean([s.num_output for s in shapes])),
         load=number(arrivals, "load", "arrivals", 0.8),
         cv=number(arrivals, "cv", "arrivals", 1.0),
         swing=_swing(arrivals),
         period_s=_unit(arrivals, "period", "arrivals", parse_duration, "24h"),
-        instants=_instants(_table(data, "workload"), arrivals, count, folder),
+        instants=_instants(arrivals, count, trace),
         cache_tokens=cache_tokens,
         ttft_slo_s=_unit(slo, "ttft", "slo", parse_duration, "10s"),
         tpot_slo_s=_unit(slo, "tpot", "slo", parse_duration, "50ms"),
@@ -131,11 +131,10 @@ def uncached_lengths(shapes: Sequence[Shape], cache_tokens: float) -> list[int]:
     return left
 
 
-def _shapes(workload: Mapping[str, Any], count: int, folder: Path) -> list[Shape]:
+def _shapes(workload: Mapping[str, Any], count: int, trace: Trace | None) -> list[Shape]:
     kind, rng = workload.get("kind"), np.random.default_rng(_SEED)
-    if kind == "trace":
-        shapes = read_trace(folder / str(workload.get("path", ""))).shapes
-        return [shapes[n % len(shapes)] for n in range(count)]
+    if trace is not None:
+        return trace.repeated(count)
     output = _whole(workload, "num_output", "workload", 256, low=1)
     if kind == "log-normal":
         mu, sigma = (number(workload, key, "workload") for key in ("mu", "sigma"))
@@ -155,16 +154,15 @@ def _swing(arrivals: Mapping[str, Any]) -> float:
     return swing
 
 
-def _instants(workload: Mapping[str, Any], arrivals: Mapping[str, Any], count: int, folder: Path) -> tuple[float, ...]:
+def _instants(arrivals: Mapping[str, Any], count: int, trace: Trace | None) -> tuple[float, ...]:
     """Those of the trace with arrivals.as_recorded; none otherwise."""
     if not arrivals.get("as_recorded", False):
         return ()
-    if workload.get("kind") != "trace":
+    if trace is None:
         raise ValueError('arrivals.as_recorded needs workload.kind = "trace"')
-    instants = read_trace(folder / str(workload.get("path", ""))).instants
-    if count > len(instants):
-        raise ValueError(f"arrivals.num_requests = {count}, but the trace has {len(instants)}")
-    return instants[:count]
+    if count > len(trace.instants):
+        raise ValueError(f"arrivals.num_requests = {count}, but the trace has {len(trace.instants)}")
+    return trace.instants[:count]
 
 
 def _lengths(workload: Mapping[str, Any], shapes: Sequence[Shape], cache_tokens: float) -> Lengths:
@@ -172,13 +170,6 @@ def _lengths(workload: Mapping[str, Any], shapes: Sequence[Shape], cache_tokens:
     if workload.get("kind") == "log-normal":
         return Lengths.log_normal(*(workload[key] for key in ("mu", "sigma", "low", "high")))
     return Lengths.of(uncached_lengths(shapes, cache_tokens))
-
-
-def _table(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = data.get(key)
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{key} must be a table, not {value!r}")
-    return value
 
 
 def _whole(data: Mapping[str, Any], key: str, where: str, default: int | None = None, low: int = 0) -> int:

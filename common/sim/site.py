@@ -45,6 +45,11 @@ class Deployment:
     max_stretch: float = 3.0
     cache_tokens: tuple[float, float] = (0.0, 0.0)
 
+    @property
+    def mixed_slowdown(self) -> float:
+        """How many times as long local prefill takes in what a stretched step leaves."""
+        return self.max_stretch / (self.max_stretch - 1)
+
 
 class Hardware:
     """All of it. `on_done` is called with every request that a decoding node has finished."""
@@ -57,8 +62,8 @@ class Hardware:
             raise ValueError(f"profile {d.own.name!r} does not decode, so it cannot stand at decoded's site")
         if not d.does_local_prefill and not d.num_remote and not d.num_prefill:
             raise ValueError("there is no node that prefills")
-        self.link = Link(self.loop, d.egress_bps, d.rtt_s, d.rate_changes)
-        self.uplink = Link(self.loop, d.egress_bps, d.rtt_s, d.rate_changes)
+        self.link = Link(self.loop, d.egress_bps, d.rate_changes)
+        self.uplink = Link(self.loop, d.egress_bps, d.rate_changes)
         self.remote = [self._node(d.remote, f"remote{n}") for n in range(d.num_remote)]
         self.prefill = [self._node(d.own, f"own{n}") for n in range(d.num_prefill)]
         self.decode = [DecodeNode(self.loop, d.own.decode, d.own.max_rows, on_done) for _ in range(d.num_decode)]
@@ -72,8 +77,8 @@ class Hardware:
     def _mixed_node(self, decode: DecodeNode) -> PrefillNode:
         """Local prefill: alone at full speed, beside rows in what a stretched step leaves."""
         node = self._node(self.deployment.own, f"local{self.decode.index(decode)}")
-        stretch = self.deployment.max_stretch
-        node.slowdown = lambda: stretch / (stretch - 1) if decode.num_rows else 1.0
+        slowdown = self.deployment.mixed_slowdown
+        node.slowdown = lambda: slowdown if decode.num_rows else 1.0
         return node
 
     def duty(self, seconds: float) -> dict[str, float]:

@@ -26,12 +26,14 @@ class Trace:
     shapes: tuple[Shape, ...]
     instants: tuple[float, ...]
 
+    def repeated(self, count: int) -> list[Shape]:
+        """So many shapes, from the beginning again where the trace is over."""
+        return [self.shapes[n % len(self.shapes)] for n in range(count)]
+
     def requests(self, speed: float = 1.0) -> list[SimRequest]:
         """As they came, `speed` times as fast."""
-        return [
-            SimRequest(n, at / speed, s.num_prompt, s.num_output, s.blocks)
-            for n, (at, s) in enumerate(zip(self.instants, self.shapes, strict=True))
-        ]
+        asked = enumerate(zip(self.instants, self.shapes, strict=True))
+        return [shape.request(n, at / speed) for n, (at, shape) in asked]
 
 
 def read_trace(path: Path) -> Trace:

@@ -28,6 +28,10 @@ class Shape:
     follows: int = -1
     think_s: float = 0.0
 
+    def request(self, number: int, arrives_at: float = 0.0) -> SimRequest:
+        """Ask for it."""
+        return SimRequest(number, arrives_at, self.num_prompt, self.num_output, self.blocks)
+
 
 @dataclass(slots=True, eq=False)
 class SimRequest:
@@ -48,8 +52,6 @@ class SimRequest:
     num_sent_rows: int = 0
     num_pending: int = 0
     is_all_computed: bool = False
-    prefill_started_at: float = 0.0
-    ready_at: float = 0.0
     first_token_at: float = 0.0
     done_at: float = 0.0
 
@@ -143,7 +145,7 @@ def arrive(
     instants = np.cumsum(gaps(len(first), rng, cv=cv)) * len(shapes) / len(first) / rate_rps
     if swing:
         instants = diurnal(instants, period=period_s, swing=swing)
-    requests = [SimRequest(n, 0.0, s.num_prompt, s.num_output, s.blocks) for n, s in enumerate(shapes)]
+    requests = [shape.request(n) for n, shape in enumerate(shapes)]
     for n, when in zip(first, instants, strict=True):
         requests[n].arrived_at = float(when)
     for n, shape in enumerate(shapes):

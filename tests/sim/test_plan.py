@@ -133,6 +133,6 @@ def test_plans_replay_a_trace_at_the_asked_rate(tmp_path):
     change = {"workload": {"kind": "trace", "path": "t.jsonl"}, "arrivals": {"as_recorded": True, "num_requests": 900}}
     question = scenario(PAPER | change, tmp_path)
     solved = solutions(question, is_exact=True)["prfaas"]
-    told = simulated(question, "prfaas", solved, "threshold")
+    told = simulated(question, solved, "threshold")
     # Evenly spaced at 0.8 of what can be served: answered at about the rate at which they come.
     assert told["throughput_rps"] == pytest.approx(0.8 * solved.throughput_rps, rel=0.05)
