@@ -132,9 +132,10 @@ class PrefillService:
 
     async def drain(self, timeout: float) -> None:
         """Refuse new work, tell the peers, wait until everything computed was delivered."""
-        self._set_draining(True)
         if self._fake is not None:
+            # First, or what it asked for a moment ago would be refused with a warning.
             await self._fake.close()
+        self._set_draining(True)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._handler.wait_idle()
