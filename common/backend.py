@@ -150,6 +150,10 @@ class Generation(Protocol):
         """What was found of the prompt in the prefix cache: a sink, or `compute`, goes on from there."""
 
     @property
+    def num_computed_tokens(self) -> int:
+        """How far the prompt's state is in the engine: 0 before it was imported, or `compute` has begun."""
+
+    @property
     def sink(self) -> StateSink:
         """Memory for one transfer, fresh but for what was kept and cached. Every access starts over: what else an
         earlier sink holds, or still gets written by a straggler, is no longer part of the sequence.
@@ -219,6 +223,15 @@ class BackendStats:
         return self.mixed_tokens / self.mixed_s if self.mixed_s else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """A step of `num_rows` sequences with `num_context_tokens` together, and no prompt tokens beside them."""
+
+    num_rows: int
+    num_context_tokens: int
+    seconds: float
+
+
 class Backend(Protocol):
     """An engine as the daemons see it."""
 
@@ -241,3 +254,9 @@ class Backend(Protocol):
 
     def stats(self) -> BackendStats:
         """A snapshot; cheap, callable at any rate."""
+
+    def take_decode_steps(self) -> list[DecodeStep]:
+        """What was measured since the last call, the latest ones at least."""
+
+    def set_max_stretch(self, max_stretch: float) -> None:
+        """From the next step on a step with a local prompt may take so many times as long as its decode rows alone."""

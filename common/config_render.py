@@ -73,6 +73,8 @@ def unit_of(field: FieldInfo) -> Unit | None:
 
 def toml_value(value: Any, unit: Unit | None = None) -> str:
     """One value as TOML that its field's type reads back as the same value."""
+    if unit is Unit.THRESHOLD and (value is None or math.isinf(value)):
+        return '"auto"' if value is None else '"inf"'
     if value is None:
         return '""'
     if unit is Unit.SIZE:
@@ -81,8 +83,6 @@ def toml_value(value: Any, unit: Unit | None = None) -> str:
         return f'"{exact_rate(value)}"'
     if unit is Unit.DURATION:
         return f'"{exact_duration(value)}"'
-    if unit is Unit.THRESHOLD and math.isinf(value):
-        return '"inf"'
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
@@ -98,11 +98,15 @@ def toml_value(value: Any, unit: Unit | None = None) -> str:
 
 
 def plain(config: BaseModel) -> dict[str, Any]:
-    """The model as JSON-ready data: sizes, durations and rates as numbers, paths as strings, an infinite one "inf"."""
+    """The model as JSON-ready data: sizes, durations and rates as numbers, paths as strings, an infinite one "inf",
+    a threshold that is solved while running "auto".
+    """
     out: dict[str, Any] = {}
-    for name in type(config).model_fields:
+    for name, field in type(config).model_fields.items():
         value = getattr(config, name)
-        if isinstance(value, BaseModel):
+        if value is None and unit_of(field) is Unit.THRESHOLD:
+            out[name] = "auto"
+        elif isinstance(value, BaseModel):
             out[name] = plain(value)
         elif isinstance(value, tuple):
             out[name] = [plain(v) if isinstance(v, BaseModel) else v for v in value]

@@ -82,6 +82,16 @@ def _threshold(value: object) -> int | float:
     raise ValueError('must be a whole number of tokens >= 0, or "inf" (nothing goes remote)')
 
 
+def _threshold_or_auto(value: object) -> int | float | None:
+    """None for "auto"."""
+    if value is None or value == "auto":
+        return None
+    try:
+        return _threshold(value)
+    except ValueError as e:
+        raise ValueError(f'{e}, or "auto" (solved while running)') from None
+
+
 def _bound(value: object) -> float:
     """A duration, or math.inf for "inf" (TOML's own inf too)."""
     return math.inf if value == "inf" or value == math.inf else parse_duration(value)  # type: ignore[arg-type]
@@ -111,7 +121,8 @@ Duration = Annotated[float, BeforeValidator(parse_duration), Unit.DURATION]
 Bound = Annotated[float, BeforeValidator(_bound), Unit.DURATION]
 """A duration that may be "inf": no bound."""
 Rate = Annotated[float, BeforeValidator(parse_rate), Unit.RATE]
-Threshold = Annotated[int | float, BeforeValidator(_threshold), Unit.THRESHOLD]
+Threshold = Annotated[int | float | None, BeforeValidator(_threshold_or_auto), Unit.THRESHOLD]
+"""Tokens, math.inf, or None for "auto"."""
 FilePath = Annotated[Path | None, BeforeValidator(_path), Unit.PATH]
 IntList = Annotated[tuple[int, ...], BeforeValidator(_as_tuple)]
 Array = BeforeValidator(_as_tuple)

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from common.backend import BackendStats, Generation, PrefillJob, PrefillTask
+from common.backend import BackendStats, DecodeStep, Generation, PrefillJob, PrefillTask
 from common.errors import EngineDead, RequestFailed
 from common.layout import BLOCK_TOKENS, ModelInfo
 from common.local_generation import LocalGeneration
@@ -116,6 +116,16 @@ class LocalBackend:
             is_warm=worker.is_warm,
             is_alive=worker.is_alive,
         )
+
+    def take_decode_steps(self) -> list[DecodeStep]:
+        """Those since the last call, the latest MAX_DECODE_STEPS at least."""
+        steps = self.worker.decode_steps
+        return [steps.popleft() for _ in range(len(steps))]
+
+    def set_max_stretch(self, max_stretch: float) -> None:
+        """Read by the engine thread at its next step."""
+        if hasattr(self.worker, "scheduler"):
+            self.worker.scheduler.budget.max_stretch = max_stretch
 
     def _check_alive(self) -> None:
         if self._death is not None:

@@ -68,6 +68,11 @@ class LocalGeneration(Outputs[TokenOutput | PromptLogprobs]):
         return self._num_cached
 
     @property
+    def num_computed_tokens(self) -> int:
+        """How far the engine is with the prompt."""
+        return self._seq.num_computed_tokens
+
+    @property
     def sink(self) -> StateSink:
         """Memory for one transfer of [held, n - 1), fresh where nothing was kept; the cache fills in its part."""
         slot = self._renew_slot()

@@ -116,12 +116,16 @@ class Timing:
 
 @dataclass(slots=True)
 class RequestReport:
-    """What happened to one request: returned under `prfaas` with X-Prfaas-Timing, kept for `decodectl explain`."""
+    """What happened to one request: returned under `prfaas` with X-Prfaas-Timing, kept for `decodectl explain`.
+
+    `predicted_ttft_s`, from arrival, is what the first routing decision expected; None where it could not, or failed.
+    """
 
     request_id: str
     route: Route = "local"
     peer: str | None = None
     reason: str = ""
+    predicted_ttft_s: float | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     uncached_tokens: int = 0

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from common.backend import ChunkDone, ComputedSegment, Marks
+from common.backend import ChunkDone, ComputedSegment, DecodeStep, Marks
 from common.errors import EngineDead, RequestFailed, StartupError
 from common.request import PromptLogprobs, TokenOutput
 from common.sched.budget import JOINT_SIZES
@@ -44,6 +44,10 @@ class Owner(Protocol):
 
     def push(self, item: Item) -> None:
         """Take one output, in order."""
+
+
+# Measured decode steps that are kept for whoever asks: the latest ones.
+MAX_DECODE_STEPS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class EngineWorker:
         self.num_steps = 0
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
+        self.decode_steps: deque[DecodeStep] = deque(maxlen=MAX_DECODE_STEPS)
         self._factory = factory
         self._commands: deque[Command] = deque()
         self._wake = threading.Event()
@@ -201,7 +206,7 @@ class EngineWorker:
         if batch.rows:
             self._decode(batch.rows, joint)
             if self.executor.is_settled and joint is None:
-                budget.note_quiet(len(batch.rows), time.monotonic() - started_at)
+                self._note_decode(batch.rows, time.monotonic() - started_at)
         if chunk is not None and joint is None:
             self._prefill(chunk)
         if chunk is not None:
@@ -211,6 +216,10 @@ class EngineWorker:
             else:
                 budget.note_alone(num_tokens, step_s)
         return True
+
+    def _note_decode(self, rows: tuple[Sequence, ...], seconds: float) -> None:
+        self.scheduler.budget.note_quiet(len(rows), seconds)
+        self.decode_steps.append(DecodeStep(len(rows), sum(seq.num_computed_tokens for seq in rows), seconds))
 
     def _is_joint(self, chunk: Chunk) -> bool:
         """Whether the chunk can share the forward of the decode rows."""

@@ -57,6 +57,8 @@ class ActiveRequest:
         if not is_queued:
             self._admitted.set()
         self._generation: Generation | None = None
+        self._place: str | None = None
+        self._predicted_ttft_s: float | None = None
         self._attempt: RemoteAttempt | None = None
         self._is_cancelled = False
         self._kept_tokens = 0
@@ -70,10 +72,33 @@ class ActiveRequest:
         self._finish_reasons: dict[int, str] = {}
         self._deadline = Deadline(demand, arrived_at, self._pass_deadline)
 
+    @property
+    def prefills_at(self) -> str | None:
+        """The peer that computes its prompt, "" for here, None while or since nobody does."""
+        has_joined = self._generation is None or self._generation.marks.joined_at > 0
+        return None if has_joined else self._place
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Of its prompt, where that is being computed."""
+        num_computed = self._kept_tokens
+        if self._attempt is not None:
+            num_computed = max(num_computed, self._attempt.prefill.progress.num_computed_tokens)
+        elif self._generation is not None:
+            num_computed = max(num_computed, self._generation.num_computed_tokens)
+        return max(0, self.request.num_prompt_tokens - 1 - num_computed)
+
+    @property
+    def num_missing_bytes(self) -> int:
+        """Raw bytes of its prompt's state that have not come from the peer yet."""
+        num_landed = self._attempt.prefill.progress.raw_bytes if self._attempt is not None else 0
+        return max(0, self._transfer_bytes - num_landed)
+
     @cached_property
-    def transfer_bytes(self) -> int:
-        """Raw bytes of its prompt's state; asked at every routing decision while it waits for them."""
-        return self._dispatcher.info.layout.transfer_bytes(0, self.request.num_prompt_tokens - 1)
+    def _transfer_bytes(self) -> int:
+        """Asked at every routing decision of others while it waits; constant since a prompt's cached part is."""
+        last = self.request.num_prompt_tokens - 1
+        return self._dispatcher.info.layout.transfer_bytes(self.report.num_cached_tokens, last)
 
     @property
     def num_output_tokens(self) -> int:
@@ -184,8 +209,12 @@ class ActiveRequest:
         """Get the prompt's state into the slot; False when cancelled meanwhile."""
         started_at = self.arrived_at + self.report.timing.queue_s
         while not self._is_cancelled:
-            decision = self._dispatcher.route(
-                self.request, tuple(self._failed_peers), self._kept_tokens, self._prefixes
+            decision = self._dispatcher.router.route(
+                self.request,
+                tuple(self._failed_peers),
+                self._kept_tokens,
+                self._prefixes,
+                waited_s=_now() - self.arrived_at,
             )
             if self._should_wait(decision):
                 self._has_waited, self.stage = True, "waiting for a peer"
@@ -195,14 +224,14 @@ class ActiveRequest:
             if decision.route == "local":
                 if decision.is_fallback:
                     self._spend_fallback(decision)
-                self.stage = "prefill local"
+                self.stage, self._place = "prefill local", ""
                 self._joined_at = _now()
                 self.report.timing.route_s += self._joined_at - started_at
                 generation.compute()
                 return True
             peer = decision.peer or ""
             client = self._dispatcher.client(peer)
-            error = await self._try_remote(generation, client, peer, started_at)
+            error = await self._try_remote(generation, client, decision, started_at)
             if error is None:
                 return True
             self._blame(client, peer, error)
@@ -232,16 +261,16 @@ class ActiveRequest:
             self._failed_peers.append(peer)
 
     async def _try_remote(
-        self, generation: Generation, client: PeerClient | None, peer: str, started_at: float
+        self, generation: Generation, client: PeerClient | None, decision: RouteDecision, started_at: float
     ) -> PdError | None:
         """None when the state is in place; else why another way must be found."""
-        timing, request_id = self.report.timing, self.request.request_id
+        timing, request_id, peer = self.report.timing, self.request.request_id, decision.peer or ""
         sent_at = _now()
         timing.route_s += sent_at - started_at
         try:
             if client is None:
                 raise TransferError(f"peer {peer} left the configuration")
-            held = self._pushes_from(client)
+            held = self._pushes_from(client) if decision.push_tokens else None
             self._attempt = start_remote(
                 client,
                 generation,
@@ -252,7 +281,7 @@ class ActiveRequest:
                 progress_timeout_s=self._dispatcher.settings.progress_timeout_s,
                 has_alternative=lambda: self._dispatcher.has_ready_peer(other_than=peer),
             )
-            self.stage = f"prefill at {peer}"
+            self.stage, self._place = f"prefill at {peer}", peer
             transfer = await self._attempt.wait()
         except (PeerError, TransferError) as e:
             if isinstance(e, PeerCancelled) and self._is_cancelled:
@@ -269,11 +298,10 @@ class ActiveRequest:
             self.decisions[-1]["failure"] = f"{type(e).__name__}: {e}"
             return e
         finally:
-            self._attempt = None
+            self._attempt = self._place = None
         record_transfer(self.report, transfer, sent_at)
         self.report.num_cached_tokens = transfer.num_cached_tokens
-        self._dispatcher.learned.prefilled(peer, self.report, transfer.prefill_s)
-        self._dispatcher.learned.transferred(peer, transfer.wire_bytes, transfer.raw_bytes)
+        self._dispatcher.router.learned.transferred(peer, transfer.wire_bytes, transfer.raw_bytes)
         self._count_bytes(peer, transfer)
         self._joined_at = _now()
         self._took(self._joined_at - sent_at)
@@ -282,13 +310,9 @@ class ActiveRequest:
         return None
 
     def _pushes_from(self, client: PeerClient) -> int | None:
-        """The peer gets what decoded has beyond so many tokens; None: nothing. The decision says why."""
+        """The peer gets what decoded has beyond so many tokens; None: it has that by now."""
         held = self._dispatcher.peer_tokens(client.name, self._prefixes, self._kept_tokens)
-        if held >= self._kept_tokens:
-            return None
-        plan = self._dispatcher.plan_push(client, held, self._kept_tokens)
-        self.decisions[-1]["terms"] |= plan.terms
-        return held if plan.pushes else None
+        return held if held < self._kept_tokens else None
 
     async def _keep_verified(self, generation: Generation, attempt: RemoteAttempt) -> None:
         """What was verified before the failure need not be computed and sent again."""
@@ -317,6 +341,9 @@ class ActiveRequest:
         report = self.report
         report.route, report.peer, report.reason = decision.route, decision.peer, decision.reason
         report.warning = self._dispatcher.peer_warning if decision.route == "remote" else ""
+        waited_s, is_first = _now() - self.arrived_at, not self.decisions
+        predicted_s = decision.predicted_ttft_s
+        self._predicted_ttft_s = waited_s + predicted_s if is_first and predicted_s is not None else None
         report.uncached_tokens = max(0, self.request.num_prompt_tokens - 1 - report.num_cached_tokens)
         self.decisions.append(
             {"route": decision.route, "reason": decision.reason, "peer": decision.peer, "terms": decision.terms}
@@ -364,10 +391,13 @@ class ActiveRequest:
             timing.first_token_s = now - marks.prefill_ended_at
             is_alone = self._dispatcher.backend.stats().num_running <= self.request.num_choices
             if is_alone and self._kept_tokens == report.num_cached_tokens:
-                self._dispatcher.learned.prefilled("", report, timing.prefill_s)
+                self._dispatcher.router.learned.prefilled(report, timing.prefill_s)
         else:
             timing.first_token_s = now - self._joined_at
         self._dispatcher.metrics.ttft.labels(report.route).observe(timing.ttft_s)
+        if self._predicted_ttft_s is not None:
+            report.predicted_ttft_s = round(self._predicted_ttft_s, 6)
+            self._dispatcher.metrics.note_prediction(report.route, self._predicted_ttft_s, timing.ttft_s)
 
     def _close(self, outcome: str) -> None:
         if self._is_closed:
@@ -383,6 +413,7 @@ class ActiveRequest:
         timing, seconds = self.report.timing, _now() - self.arrived_at
         if outcome == "ok":
             metrics.seconds.labels(route).observe(seconds)
+            self._dispatcher.router.learned.ended(self.report, self.num_output_tokens)
         facts: dict[str, object] = {
             "request_id": self.request.request_id,
             "route": route,

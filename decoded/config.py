@@ -86,6 +86,11 @@ class PeerConfig(Section):
 
     name: str = required("What logs, metrics and answers call it: letters, digits, '.', '_' and '-'.", pattern=NAME)
     address: Annotated[str, AfterValidator(_address)] = required('"host:port" of its [listen].')
+    site: Literal["remote", "own"] = key(
+        "remote",
+        '"own" stands beside decoded, on its network: prompts that stay at this site go there as well as to decoded'
+        ' itself. "remote" is behind the slow path.',
+    )
     tls_name: Annotated[str, AfterValidator(_tls_name)] = key(
         "", 'What its certificate must be for, with security.mode = "tls"; "" is the host of the address.'
     )
@@ -105,18 +110,21 @@ class RoutingConfig(Section):
     """Where prompts are prefilled. Changes by reload."""
 
     mode: Literal["threshold", "adaptive", "local-only", "remote-only"] = key(
-        "threshold",
+        "adaptive",
         '"threshold" compares uncached prompt tokens; "adaptive" the predicted times to first token here and at every'
         " peer and what each costs other requests, and decides by the threshold until both sides' speed is known; the"
         " others are for comparison.",
     )
     threshold_tokens: Threshold = key(
-        1000, 'Uncached prompt tokens above which prefill goes remote: 0 sends all, "inf" none.'
+        None,
+        'Uncached prompt tokens above which prefill goes remote: 0 sends all, "inf" none. "auto": 1000 until the speeds'
+        " of both sides are known and 100 requests were seen; then solved every minute from their lengths, and raised"
+        " meanwhile when the far side cannot keep up. decodectl status and metrics show it.",
     )
     push: Literal["auto", "always", "never"] = key(
         "auto",
-        "Whether the state that is left of a failed remote prefill is sent to the next peer, which computes it again"
-        ' otherwise. "auto": where that is quicker.',
+        "Whether state that decoded holds of a prompt (cached, or left of a remote prefill that failed) and the peer"
+        ' lacks is sent to it, which computes it otherwise. "auto": where the first token then comes sooner.',
     )
 
 

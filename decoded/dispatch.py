@@ -7,56 +7,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass
 from typing import Any
 
 from common.backend import Backend, BackendStats
 from common.daemon import version_facts
 from common.errors import Draining, InvalidRequest, Overloaded, PdError
-from common.hosts import is_loopback
 from common.layout import ModelInfo
 from common.net.pool import PeerClient
 from common.policy.admission import AdmissionController, AdmissionLimits
-from common.policy.costs import LocalRates
 from common.policy.fallback import FallbackBudget
-from common.policy.push import LOOPBACK_BPS, PushMode, PushPlan, plan_push
-from common.policy.routing import Mode, RouteDecision, Rules, decide
-from common.policy.slo import SloTargets
-from common.policy.views import Demand, record
 from common.request import Request, RequestReport
 from common.sched.prefixes import Prefixes
 from common.trace import TraceWriter
 from decoded.active import ActiveRequest
 from decoded.demands import classify, demand_of
 from decoded.directory import Directory
-from decoded.learned import Learned
 from decoded.metrics import DecodeMetrics
-from decoded.views import local_view, peer_view, request_view
+from decoded.router import Router
+from decoded.settings import DispatchSettings
 
 log = logging.getLogger(__name__)
 _KEPT_RECORDS = 1000
 JOIN_WAIT_S = 1.0
 """What a request that may not be computed here waits for a peer that is just being connected to, as after a reload."""
-
-
-@dataclass(slots=True)
-class DispatchSettings:
-    """What reload may change. `threshold_tokens` is also set by `decodectl threshold`."""
-
-    mode: Mode
-    threshold_tokens: float
-    max_attempts: int
-    progress_timeout_s: float
-    stall_s: float
-    push: PushMode = "auto"
-    deadline_s: float = inf
-    slo: SloTargets = field(default_factory=SloTargets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +69,6 @@ class Dispatcher:
         self.admission, self.fallback = admission, fallback
         self.settings, self.metrics = settings, metrics
         self.peer_warning = peer_warning
-        self.learned = Learned()
         self.trace: TraceWriter | None = None
         self.directory: Directory | None = None
         """What peers hold of prefixes."""
@@ -102,12 +79,13 @@ class Dispatcher:
         self._counted = BackendStats()
         self._idle = asyncio.Event()
         self._idle.set()
-        admission.forecast = self._forecast_s
+        self.router = Router(self)
+        admission.forecast = self.router.forecast_s
         metrics.running.set_function(lambda: len(admission.running))
         metrics.watch_queue(self._queue_lengths)
         self.set_limits(admission.limits)
         metrics.queued_tokens.set_function(lambda: admission.num_queued_tokens)
-        metrics.threshold.set_function(lambda: self.settings.threshold_tokens)
+        metrics.watch_router(self.router)
         metrics.max_state_bytes.set_function(lambda: admission.limits.max_state_bytes)
         metrics.reserved_bytes.set_function(lambda: admission.state_bytes)
 
@@ -162,19 +140,6 @@ class Dispatcher:
         self.metrics.shed.labels(error.gate if isinstance(error, Overloaded) else "draining").inc()
         return True
 
-    def _forecast_s(self, demand: Demand, num_before: int) -> float | None:
-        """Seconds from being admitted to the first token, behind so many other prompt tokens; None: nobody knows."""
-        num_tokens, settings = demand.num_prompt_tokens, self.settings
-        is_long = settings.mode == "threshold" and num_tokens - 1 > settings.threshold_tokens
-        if is_long or settings.mode == "remote-only":
-            loads = [p.load for p in self.peers() if p.state == "ready" and p.load.get("prefill_tokens_per_s")]
-            if loads:
-                num_before += num_tokens
-                return min((x.get("num_queued_tokens", 0) + num_before) / x["prefill_tokens_per_s"] for x in loads)
-        stats = self.backend.stats()
-        computing = sum(a.request.num_prompt_tokens for a in self.active.values() if a.stage == "prefill local")
-        return _rates(stats).prefill_s(computing + num_before + num_tokens, stats.num_rows)
-
     def set_limits(self, limits: AdmissionLimits) -> None:
         """Take over limits and classes (also by reload); who fits now runs."""
         self.admission.set_limits(limits)
@@ -211,51 +176,9 @@ class Dispatcher:
         """Until no request is in flight."""
         await self._idle.wait()
 
-    def route(
-        self,
-        request: Request,
-        failed_peers: tuple[str, ...],
-        num_kept_tokens: int = 0,
-        prefixes: Prefixes | None = None,
-    ) -> RouteDecision:
-        """Decide over the peers as they are now; `num_kept_tokens` were cached here, or are left of failed attempts."""
-        settings, stats = self.settings, self.backend.stats()
-        active = list(self.active.values())
-        asked = request_view(self.info, request, failed_peers, num_kept_tokens)
-        rules = Rules(settings.mode, settings.threshold_tokens, settings.max_attempts)
-        last = request.num_prompt_tokens - 1
-        peers = []
-        for peer in self.peers():
-            num_cached = self.peer_tokens(peer.name, prefixes, last)
-            lacks = num_cached < num_kept_tokens and settings.push != "never"
-            push_bytes = self.info.layout.transfer_bytes(num_cached, num_kept_tokens) if lacks else 0
-            peers.append(peer_view(peer, active, self.learned, num_cached_tokens=num_cached, push_bytes=push_bytes))
-        local = local_view(stats, active, self.learned)
-        decision = decide(asked, peers, local, rules)
-        if self.trace is not None:
-            chosen = {"route": decision.route, "reason": decision.reason, "peer": decision.peer}
-            facts = {"facts": record(asked, peers, local), "rules": dataclasses.asdict(rules), "decision": chosen}
-            self.trace("routed", now=time.monotonic(), request_id=request.request_id, **facts)
-        if (seconds := _rates(stats).prefill_s(asked.num_uncached_tokens, stats.num_rows)) is not None:
-            decision.terms["predicted_local_prefill_s"] = round(seconds, 3)
-        return decision
-
     def peer_tokens(self, peer: str, prefixes: Prefixes | None, limit: int) -> int:
         """The longest point of a prompt, up to `limit`, from which a peer can go on."""
         return self.directory.num_cached_tokens(peer, prefixes, limit) if self.directory is not None else 0
-
-    def plan_push(self, client: PeerClient, held: int, num_kept_tokens: int) -> PushPlan:
-        """Whether this peer, which holds [0, held), gets what is cached or kept here of [0, num_kept_tokens)."""
-        # The way out is taken for as wide as the way in, of any peer: what is shared is this site's line.
-        known = (peer.load.get("path_capacity_bps", 0.0) for peer in self.peers())
-        path_bps = LOOPBACK_BPS if is_loopback(client.host) else max(known, default=0.0)
-        return plan_push(
-            self.settings.push,
-            self.info.layout.transfer_bytes(held, num_kept_tokens),
-            path_bps,
-            num_kept_tokens - held,
-            client.load.get("prefill_tokens_per_s", 0.0),
-        )
 
     def client(self, name: str) -> PeerClient | None:
         """The peer of that name, if it is still configured."""
@@ -303,7 +226,8 @@ class Dispatcher:
         return version_facts("decoded", self.info.name)
 
     def update_gauges(self) -> None:
-        """Bring up to date what the engine counts; called twice a second and cheap."""
+        """Bring up to date what the engine counts, and what is routed by; called twice a second and cheap."""
+        self.router.control(time.monotonic())
         m = self.metrics
         stats = self.backend.stats()
         held = stats.state_bytes
@@ -323,7 +247,3 @@ class Dispatcher:
             return 0.0
         oldest = min(a.arrived_at for a in self.active.values())
         return time.monotonic() - max(oldest, self.last_output_at, stats.last_progress_at)
-
-
-def _rates(stats: BackendStats) -> LocalRates:
-    return LocalRates(stats.alone_tokens_per_s, stats.mixed_tokens_per_s)

@@ -1,47 +1,100 @@
 """What decoded has learned of the speeds of both sides from requests that are done: cost models, codec ratios.
 
-Told by active.py as parts of a request end, asked by views.py for the next decision. Decides nothing. The models are
-common/policy/costs.py's; before anything was seen of a node, its rate as it tells it has to do.
+Told by active.py as parts of a request end and by router.py of decode steps; asked by views.py for the next decision.
+Decides nothing. The models are common/policy/costs.py's. Peers fit their own, over the prompts of all decodeds, and
+tell; before anything was seen of a node, its rate as it tells it has to do.
 """
 
 from __future__ import annotations
 
-from common.policy.costs import PrefillCost, PrefillFit
+from collections.abc import Iterable, Mapping
+
+from common.backend import DecodeStep
+from common.policy.costs import DecodeCost, DecodeFit, PrefillCost, PrefillFit
+from common.policy.profile import NodeProfile
 from common.request import RequestReport
 
-# How fast the ratio of encoded to raw bytes follows.
-_WEIGHT = 0.2
+# How fast averages over requests follow.
+_WEIGHT = 0.1
 # A model is believed from so many prompts on.
 MIN_PROMPTS = 3
+# Of decode steps, which come by the hundred.
+MIN_STEPS = 8
+COST_FACTS = ("prefill_constant_s", "prefill_per_token_s", "prefill_per_square_s")
+"""What a peer tells of its PrefillCost, in its order."""
+
+
+class Mean:
+    """A mean that follows; `value` is `unknown` before the first."""
+
+    def __init__(self, unknown: float) -> None:
+        self.value, self._is_known = unknown, False
+
+    def add(self, value: float) -> None:
+        """The first counts whole."""
+        self.value += (value - self.value) * (_WEIGHT if self._is_known else 1.0)
+        self._is_known = True
 
 
 class Learned:
-    """Of decoded itself (under the name "") and of each peer."""
+    """Of decoded itself, of its requests, and of each peer."""
 
-    def __init__(self) -> None:
-        self._fits: dict[str, PrefillFit] = {}
-        self._num_seen: dict[str, int] = {}
-        self._codec_ratio: dict[str, float] = {}
+    def __init__(self, prior: NodeProfile | None = None) -> None:
+        """`prior`: decoded's own profile."""
+        self._prefill = PrefillFit(prior.cost() if prior is not None else None)
+        self._decode = DecodeFit(prior.decode if prior is not None else None)
+        self._least_prompts, self._least_steps = (0, 0) if prior is not None else (MIN_PROMPTS, MIN_STEPS)
+        self._num_prompts = self._num_steps = 0
+        self._codec_ratio: dict[str, Mean] = {}
+        self.output_tokens = Mean(0.0)
+        """Of a request; 0 before the first has ended."""
+        self.context_tokens = Mean(0.0)
+        """Of a row: its prompt and half of its output."""
+        self.uncached_share = Mean(1.0)
+        """Part of a prompt that is not cached here."""
 
-    def prefilled(self, node: str, report: RequestReport, seconds: float) -> None:
-        """A prompt was computed by a node: all of it behind what it had cached, in so many seconds of its own."""
+    def prefilled(self, report: RequestReport, seconds: float) -> None:
+        """A prompt was computed here, alone: all of it behind what was cached, in so many seconds."""
         num_uncached = report.num_prompt_tokens - 1 - report.num_cached_tokens
         if num_uncached > 0 and seconds > 0:
-            self._fits.setdefault(node, PrefillFit()).observe(report.num_cached_tokens, num_uncached, seconds)
-            self._num_seen[node] = self._num_seen.get(node, 0) + 1
+            self._prefill.observe(report.num_cached_tokens, num_uncached, seconds)
+            self._num_prompts += 1
+
+    def decoded(self, steps: Iterable[DecodeStep]) -> None:
+        """Decode steps without prompt tokens."""
+        for step in steps:
+            self._decode.observe(step.num_rows, step.num_context_tokens, step.seconds)
+            self._num_steps += 1
+
+    def ended(self, report: RequestReport, num_output_tokens: int) -> None:
+        """A request ended well."""
+        self.output_tokens.add(num_output_tokens)
+        self.context_tokens.add(report.num_prompt_tokens + num_output_tokens / 2)
 
     def transferred(self, peer: str, wire_bytes: int, raw_bytes: int) -> None:
         """State came from a peer."""
         if raw_bytes:
-            before = self._codec_ratio.get(peer, wire_bytes / raw_bytes)
-            self._codec_ratio[peer] = before + _WEIGHT * (wire_bytes / raw_bytes - before)
+            self._codec_ratio.setdefault(peer, Mean(1.0)).add(wire_bytes / raw_bytes)
 
-    def cost(self, node: str, tokens_per_s: float) -> PrefillCost | None:
-        """What computing takes at a node; from the rate alone until enough was seen, None without either."""
-        if self._num_seen.get(node, 0) >= MIN_PROMPTS:
-            return self._fits[node].cost
+    def local_cost(self, tokens_per_s: float) -> PrefillCost | None:
+        """What computing takes here; from the rate alone until enough was seen, None without either."""
+        if self._num_prompts >= self._least_prompts:
+            return self._prefill.cost
         return PrefillCost(0.0, 1.0 / tokens_per_s) if tokens_per_s else None
+
+    @property
+    def decode_cost(self) -> DecodeCost | None:
+        """What a decode step takes; None before enough was seen."""
+        return self._decode.cost if self._num_steps >= self._least_steps else None
 
     def codec_ratio(self, peer: str) -> float:
         """Encoded by raw bytes of what came lately; 1 before anything did."""
-        return self._codec_ratio.get(peer, 1.0)
+        return self._codec_ratio[peer].value if peer in self._codec_ratio else 1.0
+
+
+def told_cost(load: Mapping[str, float]) -> PrefillCost | None:
+    """What computing takes at a peer by its own word; from its rate alone while it has no more to tell."""
+    if all(fact in load for fact in COST_FACTS):
+        return PrefillCost(*(max(0.0, load[fact]) for fact in COST_FACTS))
+    rate = load.get("prefill_tokens_per_s", 0.0)
+    return PrefillCost(0.0, 1.0 / rate) if rate > 0 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -11,8 +12,12 @@ from prometheus_client.registry import Collector
 from common.policy.routing import FALLBACK_REASONS, REASONS
 from common.policy.slo import TARGETS
 
+if TYPE_CHECKING:
+    from decoded.router import Router
+
 _TTFT_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300)
 _SECONDS_BUCKETS = (*_TTFT_BUCKETS, 600, 1200)
+_RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2, 4, 10)
 OUTCOMES = ("ok", "cancelled", "shed", "invalid", "error")
 GATES = (
     *("queued_requests", "tenant_requests", "queued_tokens", "large_prompt", "deadline"),
@@ -34,6 +39,24 @@ class _QueueLengths(Collector):
         )
         for name, num in self._lengths().items():
             family.add_metric([name], num)
+        yield family
+
+
+class _Stages(Collector):
+    """How busy each stage would be at the throughput that can be served; nothing before that is solved."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(
+            "prfaas_stage_duty_ratio",
+            "Part of its time that a stage would work if requests came as fast as the sites can serve them.",
+            labels=["stage"],
+        )
+        found = self._router.allocation
+        for stage, duty in (found.now.duty if found is not None else {}).items():
+            family.add_metric([stage], duty)
         yield family
 
 
@@ -98,6 +121,19 @@ class DecodeMetrics:
         """Show how many requests of each class wait, as `lengths` says whenever somebody looks."""
         self._registry.register(_QueueLengths(lengths))
 
+    def watch_router(self, router: Router) -> None:
+        """Show what requests are routed by, whenever somebody looks."""
+        self.threshold.set_function(lambda: router.threshold_tokens)
+        self.threshold_factor.set_function(lambda: router.controller.factor)
+        self.max_stretch.set_function(lambda: router.max_stretch)
+        self._registry.register(_Stages(router))
+
+    def note_prediction(self, route: str, predicted_s: float, actual_s: float) -> None:
+        """What a request's first decision expected, and what came of it."""
+        self.predicted_ttft.labels(route).observe(predicted_s)
+        if actual_s > 0:
+            self.ttft_error.labels(route).observe(predicted_s / actual_s)
+
     def show_class(self, name: str) -> None:
         """A label value that is not there yet would hide its first event from rate()."""
         self.queue_s.labels(name)
@@ -141,6 +177,20 @@ class DecodeMetrics:
             "Seconds from arrival to the first output token; one sample is one request.",
             ["route"],
             buckets=_TTFT_BUCKETS,
+            registry=r,
+        )
+        self.predicted_ttft = Histogram(
+            "prfaas_predicted_ttft_seconds",
+            "Seconds from arrival to the first output token as the first routing decision expected them.",
+            ["route"],
+            buckets=_TTFT_BUCKETS,
+            registry=r,
+        )
+        self.ttft_error = Histogram(
+            "prfaas_ttft_prediction_ratio",
+            "Expected by actual seconds to the first output token; one sample is one request.",
+            ["route"],
+            buckets=_RATIO_BUCKETS,
             registry=r,
         )
         self.itl = Histogram(
@@ -236,6 +286,16 @@ class DecodeMetrics:
         )
         self.threshold = Gauge(
             "prfaas_threshold_tokens", "Uncached prompt tokens above which prefill goes remote.", registry=r
+        )
+        self.threshold_factor = Gauge(
+            "prfaas_threshold_factor",
+            "How far the threshold is raised above the solved one since the far side cannot keep up; 1 is not at all.",
+            registry=r,
+        )
+        self.max_stretch = Gauge(
+            "prfaas_max_stretch",
+            "How many times as long as its decode rows a step with a local prompt may take at the moment.",
+            registry=r,
         )
         self.peer_ready = Gauge("prfaas_peer_ready", "1 when the peer takes work, else 0.", ["peer"], registry=r)
         self.draining = Gauge("prfaas_draining", "1 while draining, else 0.", registry=r)

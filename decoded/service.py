@@ -41,10 +41,11 @@ from decoded.api.app import KEY_RING, make_app, make_runner
 from decoded.api.auth import KeyRing
 from decoded.api.contract import ApiSettings
 from decoded.config import DecodeConfig
-from decoded.dispatch import Dispatcher, DispatchSettings
+from decoded.dispatch import Dispatcher
 from decoded.fakepeer import WARNING, FakePrefilld
 from decoded.metrics import DecodeMetrics
 from decoded.peers import PeerSet
+from decoded.settings import DispatchSettings
 
 log = logging.getLogger(__name__)
 _RELOADABLE = (
@@ -165,8 +166,9 @@ class DecodeService:
             changed += security_changes(self.peers.end.security, security)
             self.peers.set_security(security)
         was_set = self.dispatcher.settings.threshold_tokens
-        if was_set != float(self.config.routing.threshold_tokens):
-            changed.append(f"routing.threshold_tokens: {was_set:g} of `decodectl threshold` no longer holds")
+        if was_set != _settings(self.config).threshold_tokens:
+            text = "auto" if was_set is None else f"{was_set:g}"
+            changed.append(f"routing.threshold_tokens: {text} of `decodectl threshold` no longer holds")
         self.config = config
         self.dispatcher.fallback.set_rate(config.fallback.local_prefill_tokens_per_s, config.fallback.burst_tokens)
         self.dispatcher.settings = _settings(config)
@@ -199,10 +201,10 @@ class DecodeService:
         self.decode_metrics.draining.set(is_draining)
         log.info("draining" if is_draining else "taking work", extra={"num_active": len(self.dispatcher.active)})
 
-    def set_threshold(self, num_tokens: float) -> None:
-        """Until the next reload or restart."""
+    def set_threshold(self, num_tokens: float | None) -> None:
+        """Until the next reload or restart; None: solved while running."""
         self.dispatcher.settings.threshold_tokens = num_tokens
-        text = "inf" if math.isinf(num_tokens) else f"{num_tokens:g}"
+        text = "auto" if num_tokens is None else "inf" if math.isinf(num_tokens) else f"{num_tokens:g}"
         log.info("threshold set", extra={"threshold_tokens": text})
 
     def _make_dispatcher(self) -> Dispatcher:
@@ -289,13 +291,16 @@ def _limits(config: DecodeConfig) -> AdmissionLimits:
 
 
 def _settings(config: DecodeConfig) -> DispatchSettings:
+    threshold = config.routing.threshold_tokens
     return DispatchSettings(
         mode=config.routing.mode,
-        threshold_tokens=float(config.routing.threshold_tokens),
+        threshold_tokens=None if threshold is None else float(threshold),
         max_attempts=config.fallback.attempts,
         progress_timeout_s=config.stream.progress_timeout,
         stall_s=config.health.stall,
         push=config.routing.push,
         deadline_s=config.admission.deadline,
         slo=SloTargets(config.slo.ttft, config.slo.tpot),
+        max_stretch=config.batch.max_stretch,
+        own_peers=frozenset(p.name for p in config.peers if p.site == "own"),
     )

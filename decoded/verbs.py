@@ -73,7 +73,7 @@ def handlers(service: DecodeService) -> dict[str, Handler]:
     async def threshold(params: dict[str, Any]) -> Any:
         if (value := params.get("threshold")) is not None:
             service.set_threshold(parse_threshold(value))
-        return {"threshold_tokens": number(service.dispatcher.settings.threshold_tokens)}
+        return threshold_facts(service.dispatcher)
 
     async def explain(params: dict[str, Any]) -> Any:
         return explain_facts(service, str(params.get("request_id", "")))
@@ -124,14 +124,46 @@ def number(value: float) -> float | int | str:
     return "inf" if math.isinf(value) else int(value) if value == int(value) else value
 
 
-def parse_threshold(value: object) -> float:
-    """A token count from 0 to 10**9, or "inf". Raises ControlError."""
+def threshold_facts(dispatcher: Dispatcher) -> dict[str, Any]:
+    """The threshold now; with "auto" what it is made of."""
+    router, controller = dispatcher.router, dispatcher.router.controller
+    facts: dict[str, Any] = {"threshold_tokens": number(round(router.threshold_tokens, 1))}
+    if dispatcher.settings.threshold_tokens is None:
+        facts |= {"is_auto": True, "is_solved": controller.solution is not None, "factor": round(controller.factor, 3)}
+    return facts
+
+
+def routing_facts(dispatcher: Dispatcher) -> dict[str, Any]:
+    """How requests are routed, and what both sites could serve."""
+    router, found = dispatcher.router, dispatcher.router.allocation
+    facts = {"mode": dispatcher.settings.mode, **threshold_facts(dispatcher)}
+    facts |= {"arrival_rps": round(router.arrival_rps, 3), "max_stretch": round(router.max_stretch, 3)}
+    if found is None:
+        return facts
+    return facts | {
+        "can_serve_rps": round(found.now.throughput_rps, 3),
+        "bottleneck": found.now.bottleneck,
+        "duty": {stage: round(duty, 3) for stage, duty in found.now.duty.items()},
+        "local_share": round(found.local_share, 3),
+        "best_num_prefill": found.best.num_prefill,
+        "best_num_decode": found.best.num_decode,
+        "best_rps": round(found.best.throughput_rps, 3),
+        "advice": found.advice,
+    }
+
+
+def parse_threshold(value: object) -> float | None:
+    """A token count from 0 to 10**9, "inf", or "auto" (None). Raises ControlError."""
     text = str(value)
+    if text == "auto":
+        return None
     if text == "inf":
         return math.inf
     # Python refuses to read numbers of thousands of digits.
     if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) <= _MAX_THRESHOLD):
-        raise ControlError(f"threshold {text[:40]!r} is not a token count from 0 to {_MAX_THRESHOLD}, nor inf")
+        raise ControlError(
+            f"threshold {text[:40]!r} is not a token count from 0 to {_MAX_THRESHOLD}, nor inf, nor auto"
+        )
     return float(text)
 
 
@@ -154,10 +186,7 @@ def status_facts(service: DecodeService) -> dict[str, Any]:
         "uptime_s": round(time.monotonic() - service.started_at, 3),
         "model": {**info.facts, "chat": has_chat},
         "security": security_status(service.peers.end.security, time.time()),
-        "routing": {
-            "mode": dispatcher.settings.mode,
-            "threshold_tokens": number(dispatcher.settings.threshold_tokens),
-        },
+        "routing": routing_facts(dispatcher),
         "num_peers_ready": sum(c.state == "ready" for c in service.peers.clients()),
         "num_peers": len(service.peers),
         "num_running": len(dispatcher.admission.running),

@@ -266,6 +266,7 @@ class PrefillService:
             "num_queued": len(self._admission.queue),
             "num_queued_tokens": tokens,
             "prefill_tokens_per_s": self._backend.stats().alone_tokens_per_s,
+            "chunk_tokens": int(self._backend.info.numerics["chunk_tokens"]),
         }
 
     def _on_refused(self, closed: Closed, address: str) -> None:

@@ -20,24 +20,6 @@ _DECODE_SCALE = (1.0, 1e1, 1e5)
 
 
 @dataclass(frozen=True, slots=True)
-class LocalRates:
-    """Prompt tokens per second since the start; 0 before the first.
-
-    Attributes:
-        alone: while nothing was decoded.
-        mixed: in steps that also decoded running streams, those steps counted whole.
-    """
-
-    alone: float = 0.0
-    mixed: float = 0.0
-
-    def prefill_s(self, num_tokens: int, num_rows: int) -> float | None:
-        """Seconds for so many prompt tokens beside so many decode rows; None before anything like it was seen."""
-        rate = (self.mixed if num_rows else self.alone) or (self.alone if num_rows else self.mixed)
-        return num_tokens / rate if rate else None
-
-
-@dataclass(frozen=True, slots=True)
 class PrefillCost:
     """Seconds of prefill on one node: constant_s + per_token_s u + per_square_s ((c + u)^2 - c^2) for u uncached tokens
     after c cached ones; the square is attention of each new token to all before it.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.policy.views import LocalView, PeerView, RequestView
+from common.policy.views import LocalView, PeerView, PushMode, RequestView
 from common.request import Route
 
 
@@ -55,20 +55,31 @@ class Alternative:
         return out
 
 
-def alternatives(request: RequestView, peers: Sequence[PeerView], local: LocalView) -> list[Alternative]:
-    """All that can be predicted: those with a cost model. A peer may come twice, with and without a push."""
+def alternatives(
+    request: RequestView, peers: Sequence[PeerView], local: LocalView, push: PushMode = "auto"
+) -> list[Alternative]:
+    """All that can be predicted: those with a cost model. A peer may come twice, with and without a push ("auto")."""
     found = []
     for peer in peers:
         if peer.cost is None:
             continue
         held = min(peer.num_cached_tokens, request.num_cached_tokens + request.num_uncached_tokens)
         sharing = [p for p in peers if p.path == peer.path] if peer.path else [peer]
-        found.append(_at_peer(request, peer, local, sharing, held, 0))
-        if peer.push_bytes and request.num_cached_tokens > held and peer.capacity_bps:
+        can_push = can_be_pushed(request, peer, push)
+        if push == "auto" or not can_push:
+            found.append(_at_peer(request, peer, local, sharing, held, 0))
+        if can_push:
             found.append(_at_peer(request, peer, local, sharing, request.num_cached_tokens, peer.push_bytes))
     if local.can_prefill and (here := _here(request, local)) is not None:
         found.append(here)
     return found
+
+
+def can_be_pushed(request: RequestView, peer: PeerView, push: PushMode) -> bool:
+    """Whether decoded may send its prefix to the peer first; with "auto" only where one can tell what that takes."""
+    if not peer.push_bytes or request.num_cached_tokens <= peer.num_cached_tokens:
+        return False
+    return push == "always" or (push == "auto" and max(peer.push_bps, peer.capacity_bps) > 0)
 
 
 def queue_s(peer: PeerView) -> float:
@@ -102,8 +113,9 @@ def _at_peer(
     wait_s = queue_s(peer)
     work_s = peer.cost.seconds(held, uncached) if peer.cost is not None else 0.0
     byte_s = 8.0 * peer.codec_ratio / peer.capacity_bps if peer.capacity_bps else 0.0
+    push_bps = peer.push_bps or peer.capacity_bps
     # A push goes on beside the queue.
-    push_s = max(0.0, push_bytes * byte_s - wait_s)
+    push_s = max(0.0, 8.0 * peer.codec_ratio * push_bytes / push_bps - wait_s) if push_bps else 0.0
     starts_s = wait_s + push_s
     computed_s = starts_s + work_s
     link_s = request.raw_bytes * byte_s

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from common.policy.adaptive import WEIGHTS, Weights, choose, prices
-from common.policy.predict import Alternative, alternatives
-from common.policy.views import LocalView, PeerView, RequestView
+from common.policy.predict import Alternative, alternatives, can_be_pushed
+from common.policy.views import LocalView, PeerView, PushMode, RequestView
 from common.request import Route
 
 Mode = Literal["threshold", "adaptive", "local-only", "remote-only"]
@@ -37,7 +37,8 @@ class Rules:
     """How to decide. `threshold_tokens`: 0 sends everything that has something to compute, inf nothing.
 
     `exchange_tokens` is the threshold that was solved for the sites as they are (capacity.py); `adaptive` prices by it.
-    None: nothing is solved yet, and only times count. A threshold that somebody wrote down prices nothing.
+    None: nothing is solved yet, and only times count. A threshold that somebody wrote down prices nothing. `push`: of
+    the prefix that decoded has and the peer lacks.
     """
 
     mode: Mode
@@ -45,6 +46,7 @@ class Rules:
     max_attempts: int
     exchange_tokens: float | None = None
     weights: Weights = WEIGHTS
+    push: PushMode = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +80,21 @@ def decide(
     usable = [p for p in peers if p.is_usable and p.name not in request.failed_peers]
     can_try = len(request.failed_peers) < rules.max_attempts
     chances = usable if can_try else []
-    ways = alternatives(request, chances, local)
+    ways = alternatives(request, chances, local, rules.push)
     if is_told and ways:
         terms["alternatives"] = {way.name: way.facts() for way in ways}
     if rules.mode == "adaptive" and request.forced_route is None and chances and _is_known(chances, local):
         return _adaptive(request, ways, peers, local, rules, terms)
     wish, reason = _wish(request, usable, rules, terms if is_told else None)
     if wish == "own":
-        return _own_side(ways, chances, local, reason, terms)
+        return _own_side(request, ways, chances, rules, reason, terms)
     if not can_try:
         return RouteDecision("local", "attempts_spent", is_fallback=True, terms=terms)
     far = [p for p in usable if p.site == "remote"] or usable
     if not far:
         why = "peer_failed" if request.failed_peers else "no_peer"
         return RouteDecision("local", why, is_fallback=True, terms=terms)
-    return _at_one_of(ways, far, reason, terms)
+    return _at_one_of(request, ways, far, rules, reason, terms)
 
 
 def _facts(request: RequestView, peers: Sequence[PeerView], rules: Rules) -> dict[str, object]:
@@ -137,6 +139,7 @@ def _adaptive(
 def _decided(way: Alternative, reason: str, terms: dict[str, object]) -> RouteDecision:
     if terms:
         terms["predicted_ttft_s"] = round(way.ttft_s, 3)
+        terms["push_tokens"] = way.push_tokens
     return RouteDecision(
         way.route, reason, way.peer, push_tokens=way.push_tokens, predicted_ttft_s=way.ttft_s, terms=terms
     )
@@ -168,33 +171,48 @@ def _is_abundant(peer: PeerView) -> bool:
 
 
 def _own_side(
-    ways: Sequence[Alternative], peers: Sequence[PeerView], local: LocalView, reason: str, terms: dict[str, object]
+    request: RequestView,
+    ways: Sequence[Alternative],
+    peers: Sequence[PeerView],
+    rules: Rules,
+    reason: str,
+    terms: dict[str, object],
 ) -> RouteDecision:
     """decoded itself, or the prefill nodes that stand beside it where there are any."""
     beside = [p for p in peers if p.site == "own"] if reason != "forced" else []
     if not beside:
-        return RouteDecision("local", reason, predicted_ttft_s=_ttft(ways, None), terms=terms)
+        ttft_s = next((way.ttft_s for way in ways if way.peer is None), None)
+        return RouteDecision("local", reason, predicted_ttft_s=ttft_s, terms=terms)
     names = {p.name for p in beside}
     known = [way for way in ways if way.peer in names or way.peer is None]
     if known and all(p.cost is not None for p in beside):
         return _decided(_soonest(known), reason, terms)
-    return _at_one_of(ways, beside, reason, terms)
+    return _at_one_of(request, ways, beside, rules, reason, terms)
 
 
 def _at_one_of(
-    ways: Sequence[Alternative], peers: Sequence[PeerView], reason: str, terms: dict[str, object]
+    request: RequestView,
+    ways: Sequence[Alternative],
+    peers: Sequence[PeerView],
+    rules: Rules,
+    reason: str,
+    terms: dict[str, object],
 ) -> RouteDecision:
     """The peer with the least predicted time, or the least queue where times are not known."""
     if all(p.cost is not None for p in peers):
         names = {p.name for p in peers}
         return _decided(_soonest([way for way in ways if way.peer in names]), reason, terms)
     best = min(peers, key=lambda p: (p.num_queued_tokens, p.num_streams, p.name))
-    return RouteDecision("remote", reason, best.name, predicted_ttft_s=_ttft(ways, best.name), terms=terms)
+    known = [way for way in ways if way.peer == best.name]
+    if known:
+        return _decided(_soonest(known), reason, terms)
+    # What computing takes there is not known, so nothing says that a push would pay.
+    pushes = rules.push == "always" and can_be_pushed(request, best, rules.push)
+    push_tokens = request.num_cached_tokens if pushes else 0
+    if terms:
+        terms["push_tokens"] = push_tokens
+    return RouteDecision("remote", reason, best.name, push_tokens=push_tokens, terms=terms)
 
 
 def _soonest(ways: Sequence[Alternative]) -> Alternative:
     return min(ways, key=lambda way: (way.ttft_s, way.name))
-
-
-def _ttft(ways: Sequence[Alternative], peer: str | None) -> float | None:
-    return next((way.ttft_s for way in ways if way.peer == peer), None)

@@ -9,9 +9,10 @@ whoever routes.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.policy.capacity import Model, Plant, Solution
+from common.policy.capacity import Solution
 from common.policy.lengths import Lengths
 
 
@@ -87,8 +88,9 @@ class ThresholdController:
     """`observe` every request, `step` now and then; `threshold_tokens` is what to route by."""
 
     def __init__(self, initial: float, *, marks: Marks = MARKS, min_requests: int = 100) -> None:
-        """`initial` holds until `min_requests` were seen and a plant was given."""
+        """`initial` holds until `min_requests` were seen and it could be solved."""
         self.base, self.factor = initial, 1.0
+        self.solution: Solution | None = None
         self.histogram = LengthHistogram()
         self._marks, self._min_requests = marks, min_requests
         self._solved_at = -math.inf
@@ -102,23 +104,22 @@ class ThresholdController:
         """A request was routed."""
         self.histogram.add(num_uncached_tokens)
 
+    @property
+    def exchange_tokens(self) -> float | None:
+        """The threshold as it was solved, by which `adaptive` prices; None before."""
+        return self.base if self.solution is not None else None
+
     def step(
-        self,
-        now: float,
-        signals: Signals,
-        plant: Plant | None = None,
-        num_prefill: float = 0.0,
-        num_decode: float = 1.0,
+        self, now: float, signals: Signals, solve: Callable[[Lengths], Solution | None] | None = None
     ) -> Solution | None:
-        """Both loops as far as they are due; the slow one's solution when it ran. Without `plant` (costs not known yet)
-        only the fast loop runs.
+        """Both loops as far as they are due; the slow one's solution when it ran. Without `solve`, or where it returns
+        None (costs not known yet), only the fast loop runs.
         """
         self._fast(now, signals)
-        if plant is None or now - self._solved_at < self._marks.slow_s or self.histogram.num_seen < self._min_requests:
-            return None
-        self._solved_at = now
-        solved = Model(plant, self.histogram.lengths(), is_exact=True).best_threshold(num_prefill, num_decode)
-        self.base = solved.threshold_tokens
+        is_due = now - self._solved_at >= self._marks.slow_s and self.histogram.num_seen >= self._min_requests
+        solved = solve(self.histogram.lengths()) if is_due and solve is not None else None
+        if solved is not None:
+            self._solved_at, self.base, self.solution = now, solved.threshold_tokens, solved
         return solved
 
     def _fast(self, now: float, signals: Signals) -> None:

@@ -14,6 +14,7 @@ from common.policy.costs import PrefillCost
 from common.request import Route
 
 Site = Literal["own", "remote"]
+PushMode = Literal["auto", "always", "never"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class PeerView:
         rtt_s: round trip.
         codec_ratio, codec_s_per_byte: encoded by raw bytes; seconds per raw byte that are not hidden behind compute.
         push_bytes: raw bytes that would let the peer continue where decoded can; 0: cannot be sent, or of no use.
+        push_bps: bits per second of the way there; 0: as wide as the way here.
     """
 
     name: str
@@ -57,6 +59,7 @@ class PeerView:
     codec_ratio: float = 1.0
     codec_s_per_byte: float = 0.0
     push_bytes: int = 0
+    push_bps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

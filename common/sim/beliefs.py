@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from common.policy.capacity import Plant
+from common.policy.capacity import Model, Plant, Solution
+from common.policy.lengths import Lengths
 from common.policy.routing import Rules
 from common.policy.threshold import Signals, ThresholdController
 from common.policy.views import LocalView, PeerView, RequestView
@@ -57,9 +58,14 @@ class Beliefs:
         )
         link_s = 8 * sum(self.promised.values()) / self._hardware.link.rate_bps
         signals = Signals(self._goodput_bps / self._hardware.link.rate_bps, 0.0, max(far_s, link_s), own_s)
-        if plant is not None:
-            plant = replace(plant, egress_bps=self._hardware.link.rate_bps)
-        controller.step(now, signals, plant, d.num_prefill, d.num_decode)
+
+        def solve(lengths: Lengths) -> Solution | None:
+            if plant is None:
+                return None
+            there = replace(plant, egress_bps=self._hardware.link.rate_bps)
+            return Model(there, lengths, is_exact=True).best_threshold(d.num_prefill, d.num_decode)
+
+        controller.step(now, signals, solve)
         return replace(rules, threshold_tokens=controller.threshold_tokens, exchange_tokens=controller.base)
 
     def views(self, request: SimRequest) -> tuple[RequestView, list[PeerView], LocalView]:

@@ -20,8 +20,9 @@ from common.worker import WorkerOptions
 from decoded.api.errors import error_body, error_headers, http_status
 from decoded.deadline import GRACE_S, Deadline
 from decoded.demands import demand_of
-from decoded.dispatch import Dispatcher, DispatchSettings
+from decoded.dispatch import Dispatcher
 from decoded.metrics import DecodeMetrics
+from decoded.settings import DispatchSettings
 from decoded.verbs import class_facts, request_facts
 
 CLASSES = (ServiceClass("normal", 0, 0.5), ServiceClass("urgent", 10, 0.2), ServiceClass("batch", -10, 0.2))

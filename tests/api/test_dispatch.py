@@ -30,9 +30,10 @@ from common.request import Request, SamplingParams
 from decoded import dispatch
 from decoded.api.errors import error_body, error_headers, http_status
 from decoded.deadline import GRACE_S
-from decoded.dispatch import Dispatcher, DispatchSettings
+from decoded.dispatch import Dispatcher
 from decoded.metrics import DecodeMetrics
 from decoded.remote import start_remote
+from decoded.settings import DispatchSettings
 
 
 class FailingBackend:

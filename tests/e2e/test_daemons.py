@@ -133,7 +133,7 @@ def test_explain_predicts_what_local_prefill_would_have_taken(cluster):
     complete(cluster, 3000, headers={"X-Prfaas-Route": "local"})
     answer = complete(cluster, 2000)
     terms = cluster.decoded.ctl("explain", answer["prfaas"]["request_id"])["decisions"][0]["terms"]
-    assert 0.3 < terms["predicted_local_prefill_s"] < 2.0  # 1,999 tokens at 4,000 a second
+    assert 0.3 < terms["alternatives"]["local"]["prefill_s"] < 2.0  # 1,999 tokens at 4,000 a second
     assert 1000 < cluster.decoded.ctl("status")["alone_prefill_tokens_per_s"] <= 4100
 
 

@@ -19,10 +19,11 @@ from common.net.server import PrefillServer
 from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.egress import Egress, EgressLimits
 from common.policy.fallback import FallbackBudget
-from common.policy.push import PushMode
+from common.policy.views import PushMode
 from decoded.config import DecodeConfig, PeerConfig
-from decoded.dispatch import Dispatcher, DispatchSettings
+from decoded.dispatch import Dispatcher
 from decoded.peers import PeerSet
+from decoded.settings import DispatchSettings
 from prefilld.stream import StreamHandler
 from tests.faultsim import engine
 from tests.faultsim.loop import Process

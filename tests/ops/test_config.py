@@ -378,8 +378,10 @@ def test_values_that_depend_on_the_device() -> None:
     assert (cuda.engine.num_chunk_tokens, cuda.engine.state_dtype) == (2048, "float32")
 
 
-@pytest.mark.parametrize(("text", "value"), [('"inf"', math.inf), ("inf", math.inf), ("0", 0), ("1000", 1000)])
-def test_threshold(text: str, value: float) -> None:
+@pytest.mark.parametrize(
+    ("text", "value"), [('"inf"', math.inf), ("inf", math.inf), ("0", 0), ("1000", 1000), ('"auto"', None)]
+)
+def test_threshold(text: str, value: float | None) -> None:
     config = cfg.parse_text(f"{FAKE}[routing]\nthreshold_tokens = {text}", DecodeConfig)
     assert config.routing.threshold_tokens == value
 
@@ -450,7 +452,7 @@ def test_changes_are_told_key_by_key_with_old_and_new() -> None:
         'links.piece_bytes: "1MiB" -> "64KiB"',
         'peers: removed {name = "a", address = "localhost:1"}',
         'peers: added {name = "b", address = "localhost:1"}',
-        'routing.threshold_tokens: 1000 -> "inf"',
+        'routing.threshold_tokens: "auto" -> "inf"',
     ]
     assert cfg.restart_problems(old, new, ("peers", "routing", "links")) == ["engine.threads: 0 -> 2 needs a restart"]
     assert cfg.restart_problems(old, new, ("peers", "routing", "engine", "links.heartbeat")) == [

@@ -168,7 +168,7 @@ def test_config_shows_what_is_in_use(daemon: Daemon) -> None:
     text = daemon.ctl("config").stdout
     assert text.startswith(f"# in use by decoded; read from {daemon.config}\n")
     assert 'backend = "fake"' in text
-    assert daemon.json("config")["routing"]["threshold_tokens"] == 1000
+    assert daemon.json("config")["routing"]["threshold_tokens"] == "auto"
     assert daemon.json("config")["links"]["heartbeat"] == 2.0
 
 

@@ -22,6 +22,6 @@ def test_threshold(given: object, means: float) -> None:
     ["9" * 5001, "1000000001", 10**4000, "-1", "1.5", "\u0661", "", "nan", True, [], {}, {"a": "9" * 5001}, None],
 )
 def test_what_is_no_threshold_is_refused_in_a_line(given: object) -> None:
-    with pytest.raises(ControlError, match=r"is not a token count from 0 to 1000000000, nor inf$") as e:
+    with pytest.raises(ControlError, match=r"is not a token count from 0 to 1000000000, nor inf, nor auto$") as e:
         parse_threshold(given)
     assert len(str(e.value)) < 120

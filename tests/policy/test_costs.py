@@ -1,4 +1,4 @@
-"""Predicted seconds of prefill and decode: by the rates seen, and by models fitted to what was measured."""
+"""Predicted seconds of prefill and decode: by models fitted to what was measured."""
 
 from __future__ import annotations
 
@@ -9,20 +9,11 @@ import pytest
 from common.policy.costs import (
     DecodeCost,
     DecodeFit,
-    LocalRates,
     NonNegativeFit,
     PrefillCost,
     PrefillFit,
     StateSize,
 )
-
-
-@pytest.mark.parametrize(
-    ("alone", "mixed", "num_rows", "expected"),
-    [(1000, 200, 0, 4.0), (1000, 200, 3, 20.0), (1000, 0, 3, 4.0), (0, 200, 0, 20.0), (0, 0, 1, None)],
-)
-def test_prefill_takes_as_long_as_it_was_seen_to(alone, mixed, num_rows, expected) -> None:
-    assert LocalRates(alone, mixed).prefill_s(4000, num_rows) == expected
 
 
 def test_fit_learns_what_it_is_shown() -> None:

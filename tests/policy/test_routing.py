@@ -84,10 +84,10 @@ HERE = LocalView(cost=COST, step_s=0.02)
 NOWHERE = LocalView(can_prefill=False)
 
 
-def adaptive(uncached, peers, local=HERE, exchange=None, slo=None, **kw) -> RouteDecision:
+def adaptive(uncached, peers, local=HERE, exchange=None, slo=None, push="auto", **kw) -> RouteDecision:
     facts = {"raw_bytes": 100 * uncached, "token_bytes": 100.0, "ttft_slo_s": slo} | kw
     view = RequestView("r", uncached + 1, uncached, **facts)
-    return decide(view, peers, local, Rules("adaptive", 1000.0, 2, exchange))
+    return decide(view, peers, local, Rules("adaptive", 1000.0, 2, exchange, push=push))
 
 
 def test_adaptive_takes_what_is_sooner():
@@ -131,6 +131,34 @@ def test_adaptive_uses_what_each_side_has_cached():
     assert (decision.peer, decision.push_tokens) == ("far", 9_000)
     slow = replace(behind, capacity_bps=8e5)
     assert adaptive(3_000, [slow], local=NOWHERE, num_cached_tokens=9_000).push_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("push", "push_bps", "expected"),
+    [("auto", 8e5, 0), ("auto", 8e8, 9_000), ("never", 8e8, 0), ("always", 8e5, 9_000), ("always", 0.0, 9_000)],
+)
+def test_a_prefix_is_pushed_where_that_is_quicker(push, push_bps, expected):
+    """9,000 tokens are 1.8 s of its time, and 9 s or 9 ms of the path."""
+    behind = replace(FAR, push_bytes=900_000, push_bps=push_bps, capacity_bps=8e9)
+    told = {"num_cached_tokens": 9_000, "push": push}
+    assert adaptive(3_000, [behind], NOWHERE, **told).push_tokens == expected
+    assert adaptive(3_000, [replace(behind, queued_s=20.0)], NOWHERE, **told).push_tokens == (
+        expected or (9_000 if push == "auto" else 0)
+    ), "beside a long queue it costs nothing"
+
+
+@pytest.mark.parametrize(("push", "expected"), [("auto", 0), ("never", 0), ("always", 500)])
+def test_to_a_peer_whose_speed_nobody_knows_a_prefix_is_pushed_only_when_told(push, expected):
+    unknown = PeerView("new", True, push_bytes=1000, push_bps=8e9)
+    view = RequestView("r", 2501, 2000, num_cached_tokens=500)
+    decision = decide(view, [unknown], LocalView(), Rules("threshold", 1000.0, 2, push=push))
+    assert (decision.peer, decision.push_tokens, decision.terms["push_tokens"]) == ("new", expected, expected)
+
+
+def test_threshold_takes_the_quicker_push_too():
+    behind = replace(FAR, push_bytes=900_000, push_bps=8e8, capacity_bps=8e9)
+    view = RequestView("r", 12_001, 3_000, num_cached_tokens=9_000, raw_bytes=300_000)
+    assert decide(view, [behind], HERE, Rules("threshold", 1000.0, 2)).push_tokens == 9_000
 
 
 def test_rows_that_run_slow_local_prefill_down():

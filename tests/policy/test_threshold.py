@@ -23,16 +23,20 @@ def paper():
     return scenario(PAPER)
 
 
+def papers_threshold(paper):
+    return lambda lengths: Model(plant(paper), lengths, is_exact=True).best_threshold(3, 5)
+
+
 def test_slow_loop_finds_the_papers_threshold_from_requests(paper):
     controller = ThresholdController(1000.0)
     for shape in paper.shapes:
         controller.observe(shape.num_prompt)
     assert controller.threshold_tokens == 1000.0
-    solved = controller.step(0.0, QUIET, plant(paper), 3, 5)
+    solved = controller.step(0.0, QUIET, papers_threshold(paper))
     assert solved is not None
     assert controller.threshold_tokens == pytest.approx(19_500, rel=0.05)
-    assert controller.step(30.0, QUIET, plant(paper), 3, 5) is None  # not due
-    assert controller.step(61.0, QUIET, plant(paper), 3, 5) is not None
+    assert controller.step(30.0, QUIET, papers_threshold(paper)) is None  # not due
+    assert controller.step(61.0, QUIET, papers_threshold(paper)) is not None
 
 
 def test_slow_loop_follows_a_mix_that_shifts(paper):
@@ -41,7 +45,7 @@ def test_slow_loop_follows_a_mix_that_shifts(paper):
     for now, mean in ((0.0, 30_000), (100.0, 6_000)):
         for _ in range(8000):
             controller.observe(int(rng.expovariate(1 / mean)) + 1)
-        controller.step(now, QUIET, plant(paper), 3, 5)
+        controller.step(now, QUIET, papers_threshold(paper))
         if now == 0.0:
             before = controller.threshold_tokens
     assert controller.threshold_tokens < 0.4 * before
@@ -50,7 +54,7 @@ def test_slow_loop_follows_a_mix_that_shifts(paper):
 def test_too_few_requests_change_nothing(paper):
     controller = ThresholdController(1000.0)
     controller.observe(50_000)
-    assert controller.step(0.0, QUIET, plant(paper), 3, 5) is None
+    assert controller.step(0.0, QUIET, papers_threshold(paper)) is None
     assert controller.threshold_tokens == 1000.0
 
 
