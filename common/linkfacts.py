@@ -62,6 +62,7 @@ class PathEstimate:
         queueing_s: how much longer than the shortest the round trips take now.
         loss: share of the payload sent within the last second that was sent again.
         cap_bps: what all links together are held to; None is no limit.
+        age_s: seconds since the path was the limit, which is since its capacity was last seen; inf: never.
     """
 
     goodput_bps: float
@@ -72,6 +73,7 @@ class PathEstimate:
     queueing_s: float
     loss: float
     cap_bps: float | None
+    age_s: float = 0.0
 
 
 class EgressControl(Protocol):

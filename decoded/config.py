@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator
 
 from common.config import MAX_CONNECTIONS_WHY, NAME, SharedConfig, check_bind, read_lines, unreadable
-from common.config_types import Array, Duration, FilePath, Problem, Section, Size, Threshold, When, key, required
+from common.config_types import Array, Bound, Duration, FilePath, Problem, Section, Size, Threshold, When, key, required
 from common.errors import ConfigError
 from common.hosts import is_certificate_name, is_loopback
 from common.units import GIB, KIB, MIB
@@ -125,6 +125,13 @@ class RoutingConfig(Section):
         "auto",
         "Whether state that decoded holds of a prompt (cached, or left of a remote prefill that failed) and the peer"
         ' lacks is sent to it, which computes it otherwise. "auto": where the first token then comes sooner.',
+    )
+    probe_interval: Bound = key(
+        10.0,
+        "The known capacity of a peer's path that carries nothing may be so old before a second's worth of bytes that"
+        " mean nothing is asked of the peer to see it again; while it stays the same, six times as old."
+        ' "inf" never asks.',
+        ge=1,
     )
 
 

@@ -111,6 +111,12 @@ class DecodeMetrics:
             ["peer"],
             registry=r,
         )
+        self.probed_bytes = Counter(
+            "prfaas_probed_bytes_total",
+            "Bytes that mean nothing, asked of a peer to see what its idle path carries (routing.probe_interval).",
+            ["peer"],
+            registry=r,
+        )
         self._make_outcomes(r)
         self._make_histograms(r)
         self._make_engine_counters(r)

@@ -45,6 +45,7 @@ from decoded.dispatch import Dispatcher
 from decoded.fakepeer import WARNING, FakePrefilld
 from decoded.metrics import DecodeMetrics
 from decoded.peers import PeerSet
+from decoded.probing import PathProber
 from decoded.settings import DispatchSettings
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class DecodeService:
         self.started_at = time.monotonic()
         self.tokenizer: Tokenizer
         self.peers: PeerSet
+        self._prober: PathProber
         self.dispatcher: Dispatcher
         self._fake: FakePrefilld | None = None
         self._page = LoadingPage()
@@ -104,11 +106,13 @@ class DecodeService:
         security = make_security(config, "decode") if self._fake_peer is None else Security()
         end = local_end(config, "decode", self.backend.info, security, require_same_numerics=policy)
         self.peers = PeerSet(end, config, self.decode_metrics, self.trace)
+        self._prober = PathProber(self.peers.clients, self.decode_metrics, lambda: self.config.routing.probe_interval)
         self.dispatcher = self._make_dispatcher()
         self.dispatcher.directory, self.dispatcher.trace = self.peers.directory, self.trace
         await self._start_peers(end)
         await self._start_http()
         self._watch = asyncio.create_task(self._watch_engine())
+        self._prober.start()
         self._loop_lag.start()
         log.info("serving", extra={"model": self.backend.info.name, "num_peers": len(self.peers)})
 
@@ -143,6 +147,7 @@ class DecodeService:
                 last.push_async_callback(self._fake.close)
             if hasattr(self, "peers"):  # start() may have failed before
                 last.push_async_callback(self.peers.close)
+                last.push_async_callback(self._prober.close)
             if self._runner is not None:
                 last.push_async_callback(self._runner.cleanup)
             last.push_async_callback(self._page.close)

@@ -347,6 +347,7 @@ class ServerPeer:
             "path_confidence": path.confidence,
             "path_queueing_s": path.queueing_s,
             "path_loss": path.loss,
+            **({"path_age_s": path.age_s} if isfinite(path.age_s) else {}),
             "wanted_data_links": self.governor.control.num_links(peer.instance, control),
         }
 

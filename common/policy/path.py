@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from math import inf
 
 from common.linkfacts import LinkSample, PathEstimate
 
@@ -23,6 +24,8 @@ NUM_QUEUED = 3
 # What the links together are held to, in parts of the capacity.
 CRUISE, PROBE, DRAIN = 0.99, 1.12, 0.9
 CRUISE_S, PROBE_S, MAX_DRAIN_S, PROBE_RTTS = 8.0, 0.3, 2.0, 4
+# A capacity that nothing has confirmed for so long may have changed by much: the next burst probes this far beyond it.
+STALE_S, STALE_PROBE = 10.0, 2.0
 # More than the capacity by this much is a larger capacity; less than what the links may send by this much is a smaller.
 LARGER, SMALLER, SMALLER_S = 1.02, 0.85, 1.0
 # By the kernel's clock a link that always had something to send was busy for this part of an interval at least.
@@ -66,7 +69,7 @@ class Path:
     def __init__(self) -> None:
         self.mode = Mode.FREE
         self.capacity_bps, self.share = 0.0, 1.0
-        self._probed_bps = 0.0
+        self._probed_bps, self._probe = 0.0, PROBE
         self._mode_at = 0.0
         self._ticks: deque[Tick] = deque()
         self._last: dict[int, LinkSample] = {}
@@ -81,7 +84,7 @@ class Path:
     def cap_bps(self) -> float | None:
         """Bits per second for all links together; None while the path is not held."""
         if self.mode is Mode.PROBE:
-            return PROBE * self.capacity_bps
+            return self._probe * self.capacity_bps
         if self.mode is Mode.FREE and (self.share == 1.0 or not self.capacity_bps):
             return None
         return (DRAIN if self.mode is Mode.DRAIN else CRUISE) * self.share * self.capacity_bps
@@ -100,6 +103,7 @@ class Path:
             queueing_s=shown[-1].queueing_s if shown else 0.0,
             loss=sum(t.num_retrans for t in shown) / num_sent if num_sent else 0.0,
             cap_bps=self.cap_bps,
+            age_s=max(0.0, now - self._saturated_at) if self._saturated_at else inf,
         )
 
     def note(self, now: float, samples: Sequence[LinkSample], allowed_bps: float | None = None) -> None:
@@ -114,7 +118,11 @@ class Path:
         if not tick.is_saturated:
             self._num_queued, self._short_since = 0, None
             return
+        is_stale = now - self._saturated_at > STALE_S
         self._saturated_s, self._saturated_at = self._saturated_s + tick.seconds, now
+        if is_stale and self.mode in (Mode.CRUISE, Mode.DRAIN):
+            self._recent.clear()
+            self._enter(Mode.PROBE, now, STALE_PROBE)
         is_queued = tick.queueing_s > max(QUEUE_S, QUEUE_SHARE * self._min_rtt_s)
         self._num_queued = self._num_queued + 1 if is_queued else 0
         cap = self.cap_bps
@@ -163,11 +171,17 @@ class Path:
             if self._num_queued == 0 or age >= MAX_DRAIN_S:
                 self._enter(Mode.CRUISE, now)
         elif self.mode is Mode.PROBE:
-            if is_queued:
+            if is_queued and self._probe == STALE_PROBE:
+                # What was known is too old to weigh anything: as at the first queue of a path.
+                if goodput is not None:
+                    self.capacity_bps = goodput
+                    self._enter(Mode.DRAIN, now)
+            elif is_queued:
                 self._enter(Mode.DRAIN, now)
             elif age >= max(PROBE_S, PROBE_RTTS * self._min_rtt_s):
                 # A larger capacity was taken over above; a probe that found one is followed by the next at once.
-                self._enter(Mode.PROBE if self.capacity_bps > self._probed_bps else Mode.CRUISE, now)
+                has_found = self.capacity_bps > self._probed_bps
+                self._enter(Mode.PROBE if has_found else Mode.CRUISE, now, self._probe if has_found else PROBE)
         else:
             self._cruise(now, age, goodput, is_queued=is_queued)
 
@@ -189,7 +203,8 @@ class Path:
         elif age >= CRUISE_S:
             self._enter(Mode.PROBE, now)
 
-    def _enter(self, mode: Mode, now: float) -> None:
+    def _enter(self, mode: Mode, now: float, probe: float = PROBE) -> None:
+        self._probe = probe
         self.mode, self._mode_at, self._num_queued, self._short_since = mode, now, 0, None
         self._probed_bps = self.capacity_bps
 

@@ -164,6 +164,22 @@ def test_what_is_known_holds_from_the_first_tick_of_the_next_burst() -> None:
     assert max(p.pacing_bps or inf for p in path.plans.values()) < 0.5 * 250e6
 
 
+@pytest.mark.parametrize(("before", "after"), [(25e6, 250e6), (250e6, 250e6), (250e6, 50e6)])
+def test_a_capacity_that_is_old_is_looked_at_again_in_the_first_second(before: float, after: float) -> None:
+    world = World(before)
+    world.run(6)
+    [path] = world.paths
+    path.is_busy = False
+    world.run(20)
+    path.is_busy, path.rate_bps = True, after
+    world.run(2)
+    known = world.egress.estimate("d0")
+    assert known is not None
+    assert known.capacity_bps == pytest.approx(after, rel=0.15)
+    world.run(1)
+    assert path.queued_s < 0.05
+
+
 def test_confidence_fades_while_nothing_is_sent() -> None:
     world = World(250e6)
     assert world.egress.estimate("d0") is None

@@ -1,0 +1,87 @@
+"""Looks at paths that nobody has used for a while: what was known of their capacity may have changed.
+
+A router that believes a path to be narrow sends nothing over it, and so would never see it become wide again. Bytes
+that mean nothing are asked of the peer (protocol.md, Measure), as many as the path would carry in PROBE_S; state of
+prompts goes before them. The peer's own estimate follows from that and comes back in its Status. Owned by service.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from common.errors import PdError
+from common.net.pool import PeerClient
+from decoded.metrics import DecodeMetrics
+
+log = logging.getLogger(__name__)
+# How long a look takes at the capacity that is believed, its least and most bytes, and what it may take at most.
+PROBE_S, LEAST_BYTES, MOST_BYTES, TIMEOUT_S = 1.0, 64 << 10, 64 << 20, 10.0
+# A look that finds the same within this part of it makes the next one wait twice as long, at most so many times.
+SAME, MOST_BACKOFF = 0.25, 6.0
+_TURN_S = 1.0
+
+
+@dataclass(slots=True)
+class _Look:
+    interval_s: float
+    before_bps: float = 0.0
+
+
+class PathProber:
+    """Runs until closed. `interval_s`: a path's capacity may be so old while it is idle; inf never looks."""
+
+    def __init__(
+        self, peers: Callable[[], Sequence[PeerClient]], metrics: DecodeMetrics, interval_s: Callable[[], float]
+    ) -> None:
+        self._peers, self._metrics, self._interval_s = peers, metrics, interval_s
+        self._looks: dict[str, _Look] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Stop; what is under way is given up."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(_TURN_S)
+            clients = self._peers()
+            self._looks = {c.name: self._looks.get(c.name, _Look(self._interval_s())) for c in clients}
+            for client in clients:
+                if self._is_due(client):
+                    await self._look(client)
+
+    def _is_due(self, client: PeerClient) -> bool:
+        """Whether the path's capacity is known, old, and nobody is just about to see it anyway."""
+        load, look = client.load, self._looks[client.name]
+        base_s = self._interval_s()
+        look.interval_s = min(max(look.interval_s, base_s), MOST_BACKOFF * base_s)
+        capacity, age_s = load.get("path_capacity_bps", 0.0), load.get("path_age_s", 0.0)
+        is_idle = client.state == "ready" and not client.num_streams
+        return is_idle and capacity > 0 and age_s >= look.interval_s
+
+    async def _look(self, client: PeerClient) -> None:
+        look, before = self._looks[client.name], client.load.get("path_capacity_bps", 0.0)
+        # What the last look has led to is in the Status by now.
+        is_same = abs(before - look.before_bps) <= SAME * look.before_bps
+        look.interval_s = 2.0 * look.interval_s if is_same else self._interval_s()
+        look.before_bps = before
+        num_bytes = int(min(MOST_BYTES, max(LEAST_BYTES, PROBE_S * before / 8)))
+        try:
+            found = await client.measure(num_bytes, TIMEOUT_S)
+        except PdError as e:
+            log.info("a path that was idle could not be looked at: %s", e, extra={"peer": client.name})
+            return
+        self._metrics.probed_bytes.labels(client.name).inc(num_bytes)
+        facts = {"peer": client.name, "believed_bps": round(before), "goodput_bps": round(found.goodput_bps)}
+        log.debug("looked at an idle path", extra=facts)
