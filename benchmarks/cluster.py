@@ -217,8 +217,8 @@ def make_cluster(
         servers.append(Daemon(f"prefilld{i}", "prefilld", _merge(config, prefilld), folder))
     config = _common(folder, "decoded", model, cores[-1])
     config["http"] = {"host": "127.0.0.1", "port": free_port(), "allow_route_override": True}
-    # Both sides are equally fast here, so predicted times alone would keep everything at decoded.
-    config["routing"] = {"mode": "threshold", "threshold_tokens": 1000}
+    # Both sides are equally fast here, so predicted times would keep everything at decoded; and tests count bytes.
+    config["routing"] = {"mode": "threshold", "threshold_tokens": 1000, "replicate_share": 0}
     config = _merge(config, decoded)
     if servers and "peers" not in config:
         config["peers"] = [{"name": s.name, "address": _address(s)} for s in servers]

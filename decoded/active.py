@@ -31,6 +31,7 @@ from common.request import PromptLogprobs, Request, RequestReport, TokenOutput
 from common.sched.prefixes import Prefixes
 from decoded.choicetimes import ChoiceTimes
 from decoded.deadline import Deadline
+from decoded.ends import log_end
 from decoded.remote import RemoteAttempt, record_transfer, start_remote
 
 if TYPE_CHECKING:
@@ -188,6 +189,9 @@ class ActiveRequest:
         generation = self._generation = await self._dispatcher.backend.open(self.request)
         self._kept_tokens = self.report.num_cached_tokens = generation.num_cached_tokens
         self._prefixes = generation.prefixes
+        if self._prefixes is not None and self._kept_tokens:
+            request = self.request
+            self._dispatcher.hot.note(request.prompt_tokens, self._kept_tokens, request.tenant, self._prefixes)
         if not await self._prefill(generation):
             return
         async for output in generation:
@@ -410,28 +414,11 @@ class ActiveRequest:
         metrics, route = self._dispatcher.metrics, self.report.route
         metrics.requests.labels(route, outcome).inc()
         metrics.prompt_tokens.labels(route).inc(self.request.num_prompt_tokens)
-        timing, seconds = self.report.timing, _now() - self.arrived_at
+        seconds = _now() - self.arrived_at
         if outcome == "ok":
             metrics.seconds.labels(route).observe(seconds)
             self._dispatcher.router.learned.ended(self.report, self.num_output_tokens)
-        facts: dict[str, object] = {
-            "request_id": self.request.request_id,
-            "route": route,
-            "peer": self.report.peer,
-            "reason": self.report.reason,
-            "class": self.request.service_class,
-            "outcome": outcome,
-            "why": self.report.outcome.partition(": ")[2],
-            "num_prompt_tokens": self.request.num_prompt_tokens,
-            "num_output_tokens": self.num_output_tokens,
-            "num_choices": self.request.num_choices,
-            "finish_reasons": ",".join(reason for _, reason in sorted(self._finish_reasons.items())),
-            "duration_s": round(seconds, 3),
-            "failed_remote_s": round(timing.failed_remote_s, 3),
-            "ttft_s": round(timing.ttft_s, 3),
-        }
-        level, text = (logging.WARNING, "request failed") if outcome == "error" else (logging.INFO, "request done")
-        log.log(level, text, extra={key: value for key, value in facts.items() if value or key.startswith("num_")})
+        log_end(self.request, self.report, outcome, seconds, self._times.num_tokens, self._finish_reasons)
         self._dispatcher.forget(self)
 
     def _count_slo(self, outcome: str) -> None:

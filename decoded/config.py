@@ -126,6 +126,13 @@ class RoutingConfig(Section):
         "Whether state that decoded holds of a prompt (cached, or left of a remote prefill that failed) and the peer"
         ' lacks is sent to it, which computes it otherwise. "auto": where the first token then comes sooner.',
     )
+    replicate_share: float = key(
+        0.05,
+        "Part of the path to a peer, on average, that may be used while it is idle to send it prefixes that many"
+        " prompts share, which decoded has cached and the peer lacks. 0 sends none.",
+        ge=0,
+        le=1,
+    )
     probe_interval: Bound = key(
         10.0,
         "The known capacity of a peer's path that carries nothing may be so old before a second's worth of bytes that"

@@ -22,6 +22,7 @@ from common.net.pool import PeerClient
 from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.fallback import FallbackBudget
 from common.request import Request, RequestReport
+from common.sched.hot_prefixes import HotPrefixes
 from common.sched.prefixes import Prefixes
 from common.trace import TraceWriter
 from decoded.active import ActiveRequest
@@ -72,6 +73,7 @@ class Dispatcher:
         self.trace: TraceWriter | None = None
         self.directory: Directory | None = None
         """What peers hold of prefixes."""
+        self.hot = HotPrefixes()
         self.is_draining = self.is_stopping = False
         self.active: dict[str, ActiveRequest] = {}
         self.records: OrderedDict[str, RequestRecord] = OrderedDict()

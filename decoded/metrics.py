@@ -97,6 +97,14 @@ class DecodeMetrics:
         self.output_tokens = Counter(
             "prfaas_output_tokens_total", "Output tokens of all choices that were handed on, as they come.", registry=r
         )
+        self._make_transfers(r)
+        self._make_outcomes(r)
+        self._make_histograms(r)
+        self._make_engine_counters(r)
+        self._make_gauges(r)
+        self._show_known_labels()
+
+    def _make_transfers(self, r: CollectorRegistry) -> None:
         self.wire_bytes = Counter("prfaas_wire_bytes_total", "Encoded state bytes received.", ["peer"], registry=r)
         self.raw_bytes = Counter("prfaas_raw_bytes_total", "Decoded state bytes received.", ["peer"], registry=r)
         self.segments = Counter(
@@ -107,7 +115,20 @@ class DecodeMetrics:
         )
         self.pushed_bytes = Counter(
             "prfaas_pushed_bytes_total",
-            "Encoded state bytes of kept prefixes sent to another peer after a failure.",
+            "Encoded state bytes that decoded sent: of prefixes that a peer lacked, replicas among them.",
+            ["peer"],
+            registry=r,
+        )
+        self.replications = Counter(
+            "prfaas_replications_total",
+            "Hot prefixes sent to a peer before anybody asked it for them (routing.replicate_share), by result: ok,"
+            " gone (decoded itself had lost it), error.",
+            ["peer", "result"],
+            registry=r,
+        )
+        self.replicated_tokens = Counter(
+            "prfaas_replicated_tokens_total",
+            "Tokens of those that arrived, which the peer lacked.",
             ["peer"],
             registry=r,
         )
@@ -117,11 +138,6 @@ class DecodeMetrics:
             ["peer"],
             registry=r,
         )
-        self._make_outcomes(r)
-        self._make_histograms(r)
-        self._make_engine_counters(r)
-        self._make_gauges(r)
-        self._show_known_labels()
 
     def watch_queue(self, lengths: Callable[[], Mapping[str, int]]) -> None:
         """Show how many requests of each class wait, as `lengths` says whenever somebody looks."""

@@ -46,6 +46,7 @@ from decoded.fakepeer import WARNING, FakePrefilld
 from decoded.metrics import DecodeMetrics
 from decoded.peers import PeerSet
 from decoded.probing import PathProber
+from decoded.replicate import Replicator
 from decoded.settings import DispatchSettings
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class DecodeService:
         self.tokenizer: Tokenizer
         self.peers: PeerSet
         self._prober: PathProber
+        self._replicator: Replicator
         self.dispatcher: Dispatcher
         self._fake: FakePrefilld | None = None
         self._page = LoadingPage()
@@ -109,10 +111,13 @@ class DecodeService:
         self._prober = PathProber(self.peers.clients, self.decode_metrics, lambda: self.config.routing.probe_interval)
         self.dispatcher = self._make_dispatcher()
         self.dispatcher.directory, self.dispatcher.trace = self.peers.directory, self.trace
+        self._replicator = Replicator(self.dispatcher, lambda: self.config.routing.replicate_share)
         await self._start_peers(end)
         await self._start_http()
         self._watch = asyncio.create_task(self._watch_engine())
         self._prober.start()
+        if self.backend.cache is not None:
+            self._replicator.start()
         self._loop_lag.start()
         log.info("serving", extra={"model": self.backend.info.name, "num_peers": len(self.peers)})
 
@@ -147,7 +152,9 @@ class DecodeService:
                 last.push_async_callback(self._fake.close)
             if hasattr(self, "peers"):  # start() may have failed before
                 last.push_async_callback(self.peers.close)
+            if hasattr(self, "_replicator"):
                 last.push_async_callback(self._prober.close)
+                last.push_async_callback(self._replicator.close)
             if self._runner is not None:
                 last.push_async_callback(self._runner.cleanup)
             last.push_async_callback(self._page.close)
