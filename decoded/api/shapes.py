@@ -104,6 +104,7 @@ def _report_object(report: RequestReport) -> dict[str, Any]:
         "wire_bytes": report.wire_bytes,
         "raw_bytes": report.raw_bytes,
         "codec": report.codec,
+        "predicted_ttft_s": report.predicted_ttft_s,
         "timing": {name: round(value, 6) for name, value in asdict(report.timing).items()},
         **warning,
     }
