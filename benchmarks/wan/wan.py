@@ -22,6 +22,7 @@ End = Literal["A", "B"]
 _CLONE_NEWNET = 0x40000000
 SCRIPT = Path(__file__).resolve().parent / "wan"
 ADDRESS: dict[End, str] = {"A": "10.9.0.1", "B": "10.9.0.2"}
+BESIDE: dict[End, str] = {"A": "10.9.1.1", "B": "10.9.1.2"}
 _numbers = count()
 
 
@@ -94,6 +95,22 @@ class Wan:
         self.rate_mbit = self.rate_mbit if rate_mbit is None else rate_mbit
         self.delay_ms = self.delay_ms if delay_ms is None else delay_ms
         self.loss = self.loss if loss is None else loss
+
+    def join(self) -> None:
+        """A second path between the ends, as within one site: not emulated, at the addresses of BESIDE."""
+        names = {end: f"{self._env['WAN_NAME']}{end}" for end in BESIDE}
+        commands = [
+            ["ip", "link", "add", "beside", "netns", names["A"], "type", "veth", "peer", "beside", "netns", names["B"]]
+        ]
+        for end, address in BESIDE.items():
+            commands += [
+                ["ip", "-n", names[end], "address", "add", f"{address}/30", "dev", "beside"],
+                ["ip", "-n", names[end], "link", "set", "beside", "up"],
+            ]
+        for command in commands:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise WanError(f"{' '.join(command)} failed: {done.stderr.strip()}")
 
     def cut(self) -> None:
         """Lose every packet until `restore`."""

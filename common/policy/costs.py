@@ -59,16 +59,24 @@ class DecodeCost:
 
 @dataclass(frozen=True, slots=True)
 class StateSize:
-    """Raw bytes of a prompt's state: what each token adds, and what is there once whatever the length."""
+    """Raw bytes of a prompt's state: what each token adds, and what is there once whatever the length. Layers with a
+    sliding window add `window_bytes_per_token` for each of the last `window_tokens`.
+    """
 
     fixed_bytes: float
     bytes_per_token: float
+    window_bytes_per_token: float = 0.0
+    window_tokens: float = 0.0
 
     def num_bytes(self, num_tokens: float, num_held: float = 0.0) -> float:
         """Bytes that a receiver lacks that holds the rows of the first `num_held` tokens; 0 for nothing new."""
         if num_tokens <= num_held:
             return 0.0
-        return self.fixed_bytes + self.bytes_per_token * (num_tokens - num_held)
+        return self.bytes_per_token * (num_tokens - num_held) + self.final_bytes(num_tokens, num_held)
+
+    def final_bytes(self, num_tokens: float, num_held: float = 0.0) -> float:
+        """What of them only the end of a prompt gives off."""
+        return self.fixed_bytes + self.window_bytes_per_token * min(num_tokens - num_held, self.window_tokens)
 
 
 class NonNegativeFit:

@@ -15,6 +15,7 @@ from common.sched.budget import TokenBudget, joint_size
 from common.sched.executor import ChunkResult, Sampled
 from common.sched.sequence import Batch, Chunk, Sequence
 from common.sched.slots import SlotAccounts
+from common.sched.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Scheduler:
         self._prefilling: list[Sequence] = []
         self._running: list[Sequence] = []
         self._done: dict[int, Sequence] = {}
-        self._num_turns = 0
+        self._turns = Turns()
         self.on_leave: Callable[[Sequence], None] = _ignore
         """Told of each sequence whose slot is about to be freed, unless its state may be wrong."""
 
@@ -74,8 +75,7 @@ class Scheduler:
         for each in (seq, *seq.siblings):
             self.accounts.reserve(each)
         self._prefilling.append(seq)
-        # As if served on arrival: newcomers line up behind those who have waited longer.
-        seq.last_turn = self._num_turns
+        self._turns.join(seq)
         return [] if seq.is_held else self.advance(seq)
 
     def advance(self, seq: Sequence) -> list[Event]:
@@ -176,23 +176,8 @@ class Scheduler:
         self.accounts.rebook(seq)
 
     def _next_prefill(self) -> Sequence | None:
-        """Who gets the next chunk.
-
-        Every other turn is the shortest prompt's, so that it waits for few chunks of others; turns between go to the
-        oldest (a long prompt ends) and to the longest waiting (none in the middle starves).
-        """
-        ready = [s for s in self._prefilling if not s.is_held]
-        if not ready:
-            return None
-        self._num_turns += 1
-        if self._num_turns % 2:
-            seq = min(ready, key=lambda s: (-s.priority, s.num_remaining, s.seq_id))
-        elif self._num_turns % 4:
-            seq = ready[0]
-        else:
-            seq = min(ready, key=lambda s: s.last_turn)
-        seq.last_turn = self._num_turns
-        return seq
+        """Who gets the next chunk."""
+        return self._turns.take(s for s in self._prefilling if not s.is_held)
 
     def _chunk(self, seq: Sequence, num_rows: int) -> Chunk:
         limits = self.limits

@@ -6,6 +6,7 @@ cluster.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -84,8 +85,8 @@ class Beliefs:
             num_cached_tokens=here,
             num_held_tokens=here,
             raw_bytes=int(raw),
-            final_bytes=int(min(raw, state.fixed_bytes + state.bytes_per_token * last)),
-            fixed_bytes=int(state.fixed_bytes),
+            final_bytes=int(min(raw, state.final_bytes(tokens, here) + state.bytes_per_token * last)),
+            fixed_bytes=int(state.final_bytes(math.inf)),
             token_bytes=state.bytes_per_token,
             ttft_slo_s=self._ttft_slo(request.num_prompt) if self._ttft_slo is not None else None,
         )

@@ -16,7 +16,7 @@ from common.policy.routing import RouteDecision, Rules, decide
 from common.policy.threshold import ThresholdController
 from common.policy.views import LocalView, PeerView, RequestView
 from common.sim.beliefs import Beliefs, TtftSlo
-from common.sim.nodes import DecodeNode
+from common.sim.nodes import ChunkStarts, DecodeNode, PrefillNode
 from common.sim.site import Deployment, Hardware
 from common.sim.workload import SimRequest
 
@@ -82,10 +82,18 @@ class Cluster:
             node, slow * self.beliefs.costs["own"].seconds(view.num_cached_tokens, view.num_uncached_tokens)
         )
         request.num_computed = view.num_uncached_tokens
-        node.put(request, view.num_cached_tokens, request.num_prompt - 1, partial(self._mixed_chunk, place))
+        chunk = partial(self._mixed_chunk, place)
+        self._put(node, request, view.num_cached_tokens, request.num_prompt - 1, chunk)
+
+    def _put(self, node: PrefillNode, request: SimRequest, start: int, stop: int, on_chunk: ChunkStarts) -> None:
+        """At decoded's own site."""
+        if lead_s := self.deployment.lead_s[0]:
+            self.loop.at(self.loop.now + lead_s, node.put, request, start, stop, on_chunk)
+        else:
+            node.put(request, start, stop, on_chunk)
 
     def _mixed_chunk(self, place: int, request: SimRequest, stop: int, ends_at: float, is_last: bool) -> None:
-        self.hardware.decode[place].set_stretch(self.deployment.max_stretch)
+        self.hardware.decode[place].share_until(ends_at, self.deployment.max_stretch)
         self.loop.at(ends_at, self._mixed_chunk_done, place, request, is_last)
 
     def _mixed_chunk_done(self, place: int, request: SimRequest, is_last: bool) -> None:
@@ -105,7 +113,7 @@ class Cluster:
         request.num_computed = tokens - start
         self.beliefs.book(node, self.beliefs.costs[request.place].seconds(start, tokens - start))
         if not is_remote:
-            node.put(request, start, tokens, self._own_chunk)
+            self._put(node, request, start, tokens, self._own_chunk)
             return
         self.beliefs.promised[node.name] += view.raw_bytes * self.deployment.codec_ratio
         request.is_all_computed = False
@@ -124,7 +132,7 @@ class Cluster:
         state = self.deployment.state
         rows = max(0, stop - request.num_sent_rows)
         request.num_sent_rows += rows
-        raw = rows * state.bytes_per_token + (state.fixed_bytes if is_last else 0.0)
+        raw = rows * state.bytes_per_token + (state.final_bytes(stop, request.num_held) if is_last else 0.0)
         request.num_pending += 1
         request.is_all_computed = is_last
         encoded = raw * self.deployment.codec_ratio
@@ -141,7 +149,7 @@ class Cluster:
         request.num_pending -= 1
         if request.is_all_computed and not request.num_pending:
             self.hardware.remote_cache.add(request.blocks)
-            self.loop.at(self.loop.now + self.deployment.rtt_s, self._ready, request)
+            self.loop.at(self.loop.now + self.deployment.rtt_s + self.deployment.lead_s[1], self._ready, request)
 
     # ---- decode
 

@@ -1,4 +1,5 @@
-"""Nodes in virtual time: prefill in chunks, first come first served, and decode that advances in closed form.
+"""Nodes in virtual time: prefill in chunks, one prompt after the other or in turns, and decode that advances in closed
+form.
 
 Between events that change its batch a decoding node needs no event of its own: all rows advance one token a step, and a
 step takes base + rows + context, context growing by one token per row and step, so the time of any number of steps is a
@@ -10,24 +11,51 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from common.policy.costs import DecodeCost
+from common.sched.turns import Turns
 from common.sim.loop import Loop
 from common.sim.workload import SimRequest
 
 ChunkStarts = Callable[[SimRequest, int, float, bool], None]
 
 
+@dataclass(slots=True, eq=False)
+class _Job:
+    """Tokens [start, stop) of a prompt at one node, as common/sched/turns.py sees it."""
+
+    request: SimRequest
+    start: int
+    stop: int
+    on_chunk: ChunkStarts
+    seq_id: int
+    priority: int = 0
+    last_turn: int = 0
+    has_begun: bool = False
+
+    @property
+    def num_remaining(self) -> int:
+        return self.stop - self.start
+
+
 class PrefillNode:
     """One prefill instance. `seconds(tokens)` is its profile; `on_chunk(request, stop, ends_at, is_last)` is called
-    when a chunk starts, as its state leaves while it is computed.
+    when a chunk starts, as its state leaves while it is computed. Up to `max_sharing` prompts take turns as in the
+    daemons, chunk by chunk; with one, prompts are served in the order in which they come.
     """
 
-    def __init__(self, loop: Loop, name: str, seconds: Callable[[float], float], chunk_tokens: int) -> None:
-        self._loop, self.name, self._seconds, self.chunk_tokens = loop, name, seconds, chunk_tokens
+    def __init__(
+        self, loop: Loop, name: str, seconds: Callable[[float], float], chunk_tokens: int, max_sharing: int = 1
+    ) -> None:
+        self._loop, self.name, self._seconds = loop, name, seconds
+        self.chunk_tokens, self.max_sharing = chunk_tokens, max_sharing
         self._constant_s = seconds(0.0)
-        self._queue: deque[tuple[SimRequest, int, int, ChunkStarts]] = deque()
+        self._waiting: deque[_Job] = deque()
+        self._sharing: list[_Job] = []
+        self._turns = Turns()
+        self._num_jobs = 0
         self._is_busy = False
         self.slowdown: Callable[[], float] | None = None
         self.busy_s = 0.0
@@ -40,32 +68,41 @@ class PrefillNode:
     def put(self, request: SimRequest, start: int, stop: int, on_chunk: ChunkStarts) -> None:
         """Compute tokens [start, stop)."""
         self.num_queued_tokens += stop - start
-        self._queue.append((request, start, stop, on_chunk))
+        self._num_jobs += 1
+        self._waiting.append(_Job(request, start, stop, on_chunk, self._num_jobs))
         if not self._is_busy:
             self._is_busy = True
-            self._next(is_first=True)
+            self._next()
+        else:
+            self._admit()
 
-    def _next(self, *, is_first: bool) -> None:
-        if not self._queue:
+    def _admit(self) -> None:
+        while self._waiting and len(self._sharing) < self.max_sharing:
+            self._sharing.append(self._waiting.popleft())
+            self._turns.join(self._sharing[-1])
+
+    def _next(self) -> None:
+        self._admit()
+        job = self._turns.take(self._sharing)
+        if job is None:
             self._is_busy = False
             return
-        request, start, stop, on_chunk = self._queue[0]
-        end = min(stop, start + self.chunk_tokens)
-        took_s = self.seconds(start, end) + (self._constant_s if is_first else 0.0)
+        end = min(job.stop, job.start + self.chunk_tokens)
+        took_s = self.seconds(job.start, end) + (0.0 if job.has_begun else self._constant_s)
         took_s *= self.slowdown() if self.slowdown is not None else 1.0
         self.busy_s += took_s
-        ends_at, is_last = self._loop.now + took_s, end == stop
+        ends_at, is_last, num_tokens = self._loop.now + took_s, end == job.stop, end - job.start
+        job.start, job.has_begun = end, True
         if is_last:
-            self._queue.popleft()
-        else:
-            self._queue[0] = (request, end, stop, on_chunk)
+            self._sharing.remove(job)
         # First, so that whatever the chunk leads to at its end sees the queue without it.
-        self._loop.at(ends_at, self._chunk_done, end - start, is_last)
-        on_chunk(request, end, ends_at, is_last)
+        self._loop.at(ends_at, self._chunk_done, num_tokens)
+        job.on_chunk(job.request, end, ends_at, is_last)
 
-    def _chunk_done(self, num_tokens: int, is_last: bool) -> None:
+    def _chunk_done(self, num_tokens: int) -> None:
         self.num_queued_tokens -= num_tokens
-        self._next(is_first=is_last)
+        # Last of all that happens now: a prompt that is complete decodes beside the next chunk.
+        self._loop.at(self._loop.now, self._next)
 
 
 class DecodeNode:
@@ -80,6 +117,7 @@ class DecodeNode:
         self._at = 0.0
         self._count = 0
         self._version = 0
+        self._free_at = 0.0
         self.stretch = 1.0
         self.row_s = 0.0
 
@@ -97,6 +135,14 @@ class DecodeNode:
         """Of the next step."""
         return self.stretch * self._cost.step_s(len(self._rows), self._context)
 
+    def share_until(self, ends_at: float, stretch: float) -> None:
+        """A chunk of a prompt is computed here until then: mixed into steps, or without rows in a step of its own, for
+        whose end a newcomer waits.
+        """
+        if not self._rows:
+            self._free_at = ends_at
+        self.set_stretch(stretch)
+
     def set_stretch(self, stretch: float) -> None:
         """From now on steps take so many times as long: local prefill is mixed in."""
         self._advance()
@@ -105,7 +151,9 @@ class DecodeNode:
 
     def join(self, request: SimRequest) -> None:
         """A prompt is ready for its last token."""
-        if len(self._rows) < self.max_rows:
+        if self._loop.now < self._free_at:
+            self._loop.at(self._free_at, self.join, request)
+        elif len(self._rows) < self.max_rows:
             self._advance()
             self._start(request)
             self._wake()

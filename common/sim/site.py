@@ -27,7 +27,10 @@ class Deployment:
         egress_bps, rtt_s, rate_changes: the path; (instant, bits per second) pairs.
         does_local_prefill: decoding nodes compute prompts too, mixed into decode steps that then take `max_stretch`
             times as long.
+        measured_slowdown: how many times as long local prefill was seen to take in such steps; 0: what they leave.
         cache_tokens: room of the prefix cache of the own and of the remote site.
+        max_sharing: prompts that take turns at a node of the own and of the remote site; 1 is one after the other.
+        lead_s: what a request takes beside computing, sending and decoding (HTTP, handing over), at either site.
     """
 
     remote: NodeProfile
@@ -43,12 +46,15 @@ class Deployment:
     codec_ratio: float = 1.0
     does_local_prefill: bool = False
     max_stretch: float = 3.0
+    measured_slowdown: float = 0.0
     cache_tokens: tuple[float, float] = (0.0, 0.0)
+    max_sharing: tuple[int, int] = (1, 1)
+    lead_s: tuple[float, float] = (0.0, 0.0)
 
     @property
     def mixed_slowdown(self) -> float:
-        """How many times as long local prefill takes in what a stretched step leaves."""
-        return self.max_stretch / (self.max_stretch - 1)
+        """How many times as long local prefill takes in stretched steps."""
+        return self.measured_slowdown or self.max_stretch / (self.max_stretch - 1)
 
 
 class Hardware:
@@ -64,19 +70,20 @@ class Hardware:
             raise ValueError("there is no node that prefills")
         self.link = Link(self.loop, d.egress_bps, d.rate_changes)
         self.uplink = Link(self.loop, d.egress_bps, d.rate_changes)
-        self.remote = [self._node(d.remote, f"remote{n}") for n in range(d.num_remote)]
-        self.prefill = [self._node(d.own, f"own{n}") for n in range(d.num_prefill)]
+        own, remote = d.max_sharing
+        self.remote = [self._node(d.remote, f"remote{n}", remote) for n in range(d.num_remote)]
+        self.prefill = [self._node(d.own, f"own{n}", own) for n in range(d.num_prefill)]
         self.decode = [DecodeNode(self.loop, d.own.decode, d.own.max_rows, on_done) for _ in range(d.num_decode)]
         self.mixed = [self._mixed_node(n) for n in self.decode] if d.does_local_prefill else []
         self.own_cache, self.remote_cache = (BlockCache(tokens, BLOCK_TOKENS) for tokens in d.cache_tokens)
         self.nodes = {node.name: node for node in (*self.remote, *self.prefill, *self.mixed)}
 
-    def _node(self, profile: NodeProfile, name: str) -> PrefillNode:
-        return PrefillNode(self.loop, name, profile.prefill, self.deployment.chunk_tokens)
+    def _node(self, profile: NodeProfile, name: str, max_sharing: int) -> PrefillNode:
+        return PrefillNode(self.loop, name, profile.prefill, self.deployment.chunk_tokens, max_sharing)
 
     def _mixed_node(self, decode: DecodeNode) -> PrefillNode:
         """Local prefill: alone at full speed, beside rows in what a stretched step leaves."""
-        node = self._node(self.deployment.own, f"local{self.decode.index(decode)}")
+        node = self._node(self.deployment.own, f"local{self.decode.index(decode)}", self.deployment.max_sharing[0])
         slowdown = self.deployment.mixed_slowdown
         node.slowdown = lambda: slowdown if decode.num_rows else 1.0
         return node

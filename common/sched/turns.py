@@ -1,0 +1,53 @@
+"""Whose chunk is computed next, where several prompts share an engine: the order in which they take turns.
+
+Pure. Used by scheduler.py, and by the simulator for the same prompts in virtual time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
+
+
+class Waiting(Protocol):
+    """A prompt with chunks left to compute; see common/sched/sequence.py."""
+
+    @property
+    def seq_id(self) -> int: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def num_remaining(self) -> int: ...
+
+    last_turn: int
+
+
+W = TypeVar("W", bound=Waiting)
+
+
+class Turns:
+    """Counts turns. Every other one is the shortest prompt's, so that it waits for few chunks of others; turns between
+    go to the oldest (a long prompt ends) and to the longest waiting (none in the middle starves).
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def join(self, prompt: Waiting) -> None:
+        """A newcomer, as if served on arrival: it lines up behind those who have waited longer."""
+        prompt.last_turn = self._count
+
+    def take(self, prompts: Iterable[W]) -> W | None:
+        """The next turn is whose? `prompts` are in order of arrival; None of none, which is no turn."""
+        ready = list(prompts)
+        if not ready:
+            return None
+        self._count += 1
+        if self._count % 2:
+            chosen = min(ready, key=lambda p: (-p.priority, p.num_remaining, p.seq_id))
+        elif self._count % 4:
+            chosen = ready[0]
+        else:
+            chosen = min(ready, key=lambda p: p.last_turn)
+        chosen.last_turn = self._count
+        return chosen
