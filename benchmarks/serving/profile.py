@@ -86,7 +86,7 @@ def measure(site: Site, prompts: Prompts, ladder: Sequence[int], repeats: int = 
     slowdown, stretch = _mixed(site, prompts, ladder[len(ladder) // 2], Curve(own), decode)
     leads = [_lead_s(answers, decode) for answers in (there, here)]
     site.use(FAR)
-    link_bps, rtt_s = site.link_bps(), site.hardware.rtt_ms / 1e3
+    link_bps, rtt_s = site.link("far")
     return Measured(
         remote, own, decode, slowdown, stretch, state, ratio, *leads, link_bps, rtt_s, site.hardware.max_batch
     )
@@ -147,8 +147,8 @@ def _gaps(answers: Sequence[Answer], start: float = 0.0, stop: float = float("in
 
 def _mixed(site: Site, prompts: Prompts, length: int, own: Curve, decode: DecodeCost) -> tuple[float, float]:
     """(slowdown, stretch): a prompt that arrives while streams run, which go on until it is computed."""
-    starts_s = MIXED_ROWS * own(ROW_PROMPT) + 1.0 + QUIET_STEPS * decode.step_s(MIXED_ROWS)
-    num_output = 2 * QUIET_STEPS + math.ceil(2 * own(length) / decode.step_s(MIXED_ROWS))
+    starts_s = 2 * MIXED_ROWS * own(ROW_PROMPT) + QUIET_STEPS * decode.step_s(MIXED_ROWS)
+    num_output = 3 * QUIET_STEPS + math.ceil(4 * own(length) / decode.step_s(MIXED_ROWS))
     asks = [Ask(prompts(ROW_PROMPT), num_output, 0.0, "local") for _ in range(MIXED_ROWS)]
     *streams, late = _together(site, [*asks, Ask(prompts(length), 2, starts_s, "local")])
     began, ended = late.first_token_at - late.timing["prefill_s"], late.first_token_at

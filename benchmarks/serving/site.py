@@ -79,9 +79,10 @@ class Site:
         """Run a coroutine function of decoded's URL beside decoded."""
         return self._beside(lambda: run_client(client, self.cluster.url))
 
-    def status(self) -> dict[str, Any]:
-        """Of decoded."""
-        return dict(self.cluster.decoded.ctl("status"))
+    def link(self, peer: str) -> tuple[float, float]:
+        """(bits per second, seconds) that decoded finds the path to a peer to carry, and to take there and back."""
+        found = self.cluster.decoded.ctl("link", "bench", peer, "--bytes", "32MiB")
+        return float(found["goodput_bps"]), float(found["rtt_s"])
 
     def hold_back(self) -> None:
         """decoded's quota holds from now on. Before, it prepares as fast as it can."""
