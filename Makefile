@@ -18,7 +18,7 @@ ALL_MARKS := $(shell [ "$$(id -u)" = 0 ] && [ -c /dev/net/tun ] || echo 'not wan
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model models tiny-hybrid demo test test-all check bench bench-engine bench-lag bench-overload bench-transport bench-codecs clean bench-paper
+.PHONY: help setup model models tiny-hybrid demo test test-all check bench bench-engine bench-lag bench-overload bench-transport bench-serving bench-codecs clean bench-paper
 
 help: ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ bench-lag: models ## event-loop lag and ITL of running streams while a long prom
 
 bench-transport: setup ## the transport alone against iperf3, plain sockets and other engines (needs iperf3; root)
 	@$(BIN)/python -m benchmarks.transport $(ARGS)
+
+bench-serving: models ## routing policies on real daemons over an emulated link (root; an hour; ARGS=--quick: seconds, pretended)
+	@$(BIN)/python -m benchmarks.serving $(ARGS)
 
 bench-codecs: models tiny-hybrid ## codecs on real state: bytes, speed, and how much of what models say stays the same
 	@$(BIN)/python -m benchmarks.codecs $(ARGS)

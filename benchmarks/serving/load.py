@@ -47,7 +47,7 @@ class Texts:
     """Token ids that no prompt had before: real text, from the beginning again when it is over."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens, self._at = list(tokens), 0
+        self._tokens, self._at, self._num_laps = list(tokens), 0, 0
 
     @classmethod
     def of(cls, model: str) -> Texts:
@@ -56,8 +56,8 @@ class Texts:
 
     def __call__(self, num_tokens: int) -> list[int]:
         if self._at + num_tokens > len(self._tokens):
-            # Not at the same places as before.
-            self._at = 1 + self._at % 17
+            self._num_laps += 1
+            self._at = self._num_laps  # so that prompts do not begin where others began
         self._at += num_tokens
         return self._tokens[self._at - num_tokens : self._at]
 

@@ -16,7 +16,7 @@ from common.sim.caches import BlockCache
 from common.sim.cluster import Cluster
 from common.sim.links import Link, tcp_bps
 from common.sim.loop import Loop
-from common.sim.nodes import DecodeNode
+from common.sim.nodes import DecodeNode, PrefillNode
 from common.sim.report import Slo, goodput_rps
 from common.sim.site import Deployment
 from common.sim.traces import read_trace
@@ -29,7 +29,8 @@ FAST = NodeProfile("fast", Polynomial(0.05, 2e-4))
 
 def site(**changed) -> Deployment:
     facts = {"num_remote": 1, "num_prefill": 1, "num_decode": 1, "egress_bps": 8e6, "rtt_s": 0.1}
-    return Deployment(FAST, OWN, StateSize(1000, 100), **(facts | changed))
+    facts["state"] = StateSize(1000, 100)
+    return Deployment(FAST, OWN, **(facts | changed))
 
 
 def one(num_prompt: int, at: float = 0.0, number: int = 0, num_output: int = 10, blocks=()) -> SimRequest:
@@ -348,3 +349,57 @@ def test_fast_loop_raises_the_threshold_while_the_link_is_cut():
     assert {t for now, t in seen if now < 100} == {800.0}
     assert max(t for now, t in seen if 100 < now < 130) > 1200
     assert seen[-1][1] == 800.0
+
+
+def prompts_at_one_node(max_sharing: int) -> dict[int, float]:
+    """When each of a long prompt and two short ones, which come just after it, is computed; chunks take a second."""
+    loop, ends = Loop(), {}
+    node = PrefillNode(loop, "n", lambda tokens: tokens / 100, 100, max_sharing)
+
+    def chunk(request, _stop, ends_at, is_last):
+        if is_last:
+            ends[request.number] = ends_at
+
+    for number, tokens in enumerate((600, 100, 100)):
+        loop.at(0.1 * number, node.put, one(tokens + 1, number=number), 0, tokens, chunk)
+    loop.run()
+    assert node.num_queued_tokens == 0
+    assert node.busy_s == pytest.approx(8.0)
+    return ends
+
+
+def test_prompts_take_turns_as_in_the_daemons_where_nodes_share():
+    assert prompts_at_one_node(1) == pytest.approx({0: 6.0, 1: 7.0, 2: 8.0})
+    # After its first chunk the oldest, then the shortest, then the longest waiting, then the shortest have their turn.
+    assert prompts_at_one_node(16) == pytest.approx({1: 3.0, 2: 4.0, 0: 8.0})
+    # With room for two the third waits until the second is done.
+    assert prompts_at_one_node(2) == pytest.approx({1: 3.0, 2: 5.0, 0: 8.0})
+
+
+def test_windows_cross_once_and_with_the_end():
+    state = StateSize(1000, 100, window_bytes_per_token=50, window_tokens=200)
+    assert state.num_bytes(1000) == 1000 + 100 * 1000 + 50 * 200
+    assert state.num_bytes(150) == 1000 + 150 * 150
+    assert state.num_bytes(1000, 900) == 1000 + 150 * 100
+    assert state.num_bytes(1000, 1000) == 0
+    cluster, done = run([one(1001)], state=state)
+    assert cluster.link.num_bytes == state.num_bytes(1000)
+    assert done[0].place == "remote"
+
+
+def test_what_a_request_takes_besides_shows_on_its_way():
+    _, plain = run([one(101), one(1001, number=1)])
+    _, led = run([one(101), one(1001, number=1)], lead_s=(0.5, 0.25))
+    assert led[0].ttft_s - plain[0].ttft_s == pytest.approx(0.5)
+    assert led[1].ttft_s - plain[1].ttft_s == pytest.approx(0.25)
+
+
+def test_a_newcomer_waits_for_the_end_of_a_chunk_that_has_a_step_of_its_own():
+    facts = {"num_prefill": 0, "does_local_prefill": True, "chunk_tokens": 100, "egress_bps": 8e12, "rtt_s": 0.0}
+    # Remote after 0.15 s, when decoded has computed half of a first chunk that takes 0.2 s.
+    _, done = run([one(301), one(501, number=1)], mode="threshold", threshold=400.0, **facts)
+    assert done[1].place == "remote"
+    assert done[1].first_token_at >= 0.2
+    # And what is computed beside its row takes as long as was measured.
+    _, slow = run([one(301), one(501, number=1)], threshold=400.0, measured_slowdown=5.0, **facts)
+    assert slow[0].first_token_at > done[0].first_token_at
