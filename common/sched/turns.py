@@ -1,6 +1,6 @@
 """Whose chunk is computed next, where several prompts share an engine: the order in which they take turns.
 
-Pure. Used by scheduler.py, and by the simulator for the same prompts in virtual time.
+Pure. Used by scheduler.py, and by the simulator where nodes share.
 """
 
 from __future__ import annotations
