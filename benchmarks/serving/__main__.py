@@ -7,7 +7,7 @@ is measured first; from that come the load, the tuned threshold and the simulati
     remote-only   all prompts at prefilld, behind the link
     local-only    all prompts at decoded
     threshold     the paper's rule, tuned by its solver over the measured profiles
-    adaptive      the least predicted time and price
+    adaptive      the least predicted time and price within the SLO "fixed"
 
 Every variant gets the same prompts at the same instants, on the same warm processes; prefix caches are off. Goodput
 counts answers within an SLO: first token within three times what decoded takes for it alone, for the mean prompt
@@ -64,13 +64,14 @@ def compare(site: Site, prompts: Texts, args: argparse.Namespace) -> dict[str, A
                 for name, s in wanted.items()},
     }  # fmt: skip
     say(opening(told, measured))
-    threshold, offered_s = solved.threshold_tokens, asked[-1].arrived_at
-    sim = {v.name: report.figures(simulate(measured, v, threshold, asked), offered_s, wanted) for v in chosen}
+    threshold, slo_s, offered_s = solved.threshold_tokens, wanted["fixed"].ttft_s(0), asked[-1].arrived_at
+    sim = {v.name: report.figures(simulate(measured, v, threshold, slo_s, asked), offered_s, wanted) for v in chosen}
     fixed = asks(asked, prompts)
     runs = []
     for number in range(args.rounds):
         for variant in chosen[number % len(chosen) :] + chosen[: number % len(chosen)]:
-            runs.append(one_run(site, variant, threshold, fixed, prompts) | {"round": number})
+            site.use(variant, threshold, slo_s)
+            runs.append(one_run(site, variant, fixed, prompts) | {"round": number})
             ok = [a for a in runs[-1]["answers"] if a.is_ok]
             runs[-1]["figures"] = report.figures(ok, offered_s, wanted)
             say(f"round {number + 1}, {variant.name}: {runs[-1]['outcomes']}, " + brief(runs[-1]["figures"]))
@@ -89,11 +90,8 @@ def ladder(load: Load) -> list[int]:
     return [*found, load.high]
 
 
-def one_run(
-    site: Site, variant: Variant, threshold: float, fixed: Sequence[Ask], prompts: Texts
-) -> dict[str, Any]:  # fmt: skip
+def one_run(site: Site, variant: Variant, fixed: Sequence[Ask], prompts: Texts) -> dict[str, Any]:
     """A variant under the load, after a few requests by which it learns what is new."""
-    site.use(variant, threshold)
     first = [Ask(prompts(length), 4, 0.0, route) for route, length in WARM_UP]
     site.talk(lambda url: ask_in_turn(url, first))
     load_before = os.getloadavg()[0]

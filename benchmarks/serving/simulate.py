@@ -44,8 +44,9 @@ def deployment(measured: Measured, variant: Variant) -> Deployment:
 
 
 def simulate(
-    measured: Measured, variant: Variant, threshold_tokens: float, requests: Sequence[SimRequest]
+    measured: Measured, variant: Variant, threshold_tokens: float, ttft_slo_s: float, requests: Sequence[SimRequest]
 ) -> list[SimRequest]:
     """Those requests again, done."""
     rules = Rules(variant.mode, threshold_tokens, 2, threshold_tokens)
-    return Cluster(deployment(measured, variant), rules).run([copy(one) for one in requests])
+    cluster = Cluster(deployment(measured, variant), rules, ttft_slo=lambda _: ttft_slo_s)
+    return cluster.run([copy(one) for one in requests])

@@ -66,10 +66,14 @@ class Site:
     def __init__(self, hardware: Hardware, cluster: Cluster, wan: Wan | None, quota: CpuQuota | None) -> None:
         self.hardware, self.cluster, self._wan, self._quota = hardware, cluster, wan, quota
 
-    def use(self, variant: Variant, threshold_tokens: float = 0.0) -> None:
-        """Route as the variant says from now on; no request may be in flight."""
+    def use(self, variant: Variant, threshold_tokens: float = 0.0, ttft_slo_s: float = math.inf) -> None:
+        """Route as the variant says from now on; no request may be in flight. `adaptive` solves its own threshold, and
+        is the one that looks at the SLO.
+        """
         decoded = self.cluster.decoded
-        decoded.config["routing"] |= {"mode": variant.mode, "threshold_tokens": _number(threshold_tokens)}
+        threshold = "auto" if variant.mode == "adaptive" else _number(threshold_tokens)
+        decoded.config["routing"] |= {"mode": variant.mode, "threshold_tokens": threshold}
+        decoded.config["slo"] = {"ttft": "inf" if math.isinf(ttft_slo_s) else f"{1e3 * ttft_slo_s:.0f}ms"}
         decoded.config["peers"] = [self._peer(is_near=variant.is_near)]
         decoded.write_config()
         decoded.ctl("reload")

@@ -92,7 +92,7 @@ def test_the_solver_offloads_long_prompts_and_divides_decodeds_time():
 def test_variants_differ_in_the_simulator_by_route_and_link_alone():
     facts, asked = measured(), requests(LOAD, 1.5)
     threshold = solve(facts, LOAD).threshold_tokens
-    done = {v.name: simulate(facts, v, threshold, asked) for v in VARIANTS}
+    done = {v.name: simulate(facts, v, threshold, 5.0, asked) for v in VARIANTS}
     assert {name: len(found) for name, found in done.items()} == {v.name: len(asked) for v in VARIANTS}
     assert {r.place for r in done["local-only"]} == {"local"}
     assert {r.place for r in done["remote-only"]} == {r.place for r in done["homogeneous"]} == {"remote"}
