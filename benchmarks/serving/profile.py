@@ -86,9 +86,9 @@ def measure(site: Site, prompts: Prompts, ladder: Sequence[int], repeats: int = 
     slowdown, stretch = _mixed(site, prompts, ladder[len(ladder) // 2], Curve(own), decode)
     leads = [_lead_s(answers, decode) for answers in (there, here)]
     site.use(FAR)
-    link_bps, rtt_s = site.link("far")
+    link_bps = site.link_bps("far")
     return Measured(
-        remote, own, decode, slowdown, stretch, state, ratio, *leads, link_bps, rtt_s, site.hardware.max_batch
+        remote, own, decode, slowdown, stretch, state, ratio, *leads, link_bps, site.rtt_s, site.hardware.max_batch
     )
 
 

@@ -83,10 +83,14 @@ class Site:
         """Run a coroutine function of decoded's URL beside decoded."""
         return self._beside(lambda: run_client(client, self.cluster.url))
 
-    def link(self, peer: str) -> tuple[float, float]:
-        """(bits per second, seconds) that decoded finds the path to a peer to carry, and to take there and back."""
-        found = self.cluster.decoded.ctl("link", "bench", peer, "--bytes", "32MiB")
-        return float(found["goodput_bps"]), float(found["rtt_s"])
+    def link_bps(self, peer: str) -> float:
+        """What decoded finds the path to a peer to carry."""
+        return float(self.cluster.decoded.ctl("link", "bench", peer, "--bytes", "32MiB")["goodput_bps"])
+
+    @property
+    def rtt_s(self) -> float:
+        """Of the emulated link; 0 without one."""
+        return self.hardware.rtt_ms / 1e3 if self._wan is not None else 0.0
 
     def hold_back(self) -> None:
         """decoded's quota holds from now on. Before, it prepares as fast as it can."""
