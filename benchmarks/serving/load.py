@@ -21,7 +21,7 @@ from common.sim.report import Slo
 from common.sim.workload import SimRequest, arrive, log_normal
 from common.text.tokenizer import Tokenizer
 
-CHARACTERS = 600_000
+CHARACTERS = 450_000
 
 
 @dataclass(frozen=True, slots=True)
