@@ -109,6 +109,7 @@ def deployment(question: Scenario, solved: Solution) -> Deployment:
         int(solved.num_decode),
         question.egress_bps,
         question.rtt_s,
+        question.rate_changes,
         codec_ratio=question.codec_ratio,
         cache_tokens=(question.cache_tokens, question.cache_tokens),
     )

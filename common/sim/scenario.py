@@ -17,6 +17,7 @@ from common.policy.costs import StateSize
 from common.policy.lengths import Lengths
 from common.policy.profile import NodeProfile, node_profile, number, state_size, table
 from common.sim.caches import BlockCache
+from common.sim.links import tcp_bps
 from common.sim.traces import Trace, read_trace
 from common.sim.workload import BLOCK_TOKENS, Shape, log_normal, retrieval, sessions
 from common.units import parse_duration, parse_rate
@@ -50,7 +51,8 @@ _SEED = 1
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """A plan's question. `lengths` are of uncached tokens; `num_homogeneous` own nodes are the baseline without a
-    remote site; `load` is the part of the predicted throughput at which times are simulated.
+    remote site; `egress_bps` is what connections get of the link, loss taken off, and `rate_changes` (instant, the same
+    from then on) are simulated only; `load` is the part of the predicted throughput at which times are simulated.
     Intervals between arrivals vary by `cv`, and the rate swings by `swing` over `period_s`; or they come as at
     `instants`, faster or slower.
     """
@@ -64,6 +66,7 @@ class Scenario:
     num_homogeneous: int
     price_ratio: float
     egress_bps: float
+    rate_changes: tuple[tuple[float, float], ...]
     rtt_s: float
     codec_ratio: float
     shapes: tuple[Shape, ...]
@@ -104,7 +107,8 @@ def scenario(data: Mapping[str, Any], folder: Path = Path()) -> Scenario:
         num_own=num_own,
         num_homogeneous=_whole(data, "num_homogeneous", "plan", num_remote + num_own, low=2),
         price_ratio=number(data, "price_ratio", "plan", 2.0),
-        egress_bps=_unit(link, "rate", "link", parse_rate),
+        egress_bps=_egress_bps(link, "link"),
+        rate_changes=_rate_changes(link),
         rtt_s=_unit(link, "rtt", "link", parse_duration, "0"),
         codec_ratio=number(link, "codec_ratio", "link", 1.0),
         shapes=shapes,
@@ -145,6 +149,29 @@ def _shapes(workload: Mapping[str, Any], count: int, trace: Trace | None) -> lis
     if kind == "sessions":
         return sessions(count, rng, num_output=output)
     raise ValueError(f'workload.kind must be "log-normal", "trace", "retrieval" or "sessions", not {kind!r}')
+
+
+def _egress_bps(link: Mapping[str, Any], where: str) -> float:
+    """What TCP gets of a link by its rate, loss and round trip, with so many data links."""
+    rate_bps, rtt_s = _unit(link, "rate", where, parse_rate), _unit(link, "rtt", where, parse_duration, "0")
+    loss = number(link, "loss", where, 0.0)
+    if loss >= 1:
+        raise ValueError(f"{where}.loss must be below 1, not {loss}: it is a part of the packets")
+    return tcp_bps(rate_bps, rtt_s, loss, _whole(link, "data_links", where, 4, low=1))
+
+
+def _rate_changes(link: Mapping[str, Any]) -> tuple[tuple[float, float], ...]:
+    """Each of link.changes has `at` and whatever is other from then on; the rest is as in `link`."""
+    told = link.get("changes", [])
+    if not isinstance(told, list) or not all(isinstance(each, Mapping) for each in told):
+        raise ValueError(f"link.changes must be a list of objects, not {told!r:.80}")
+    changes = []
+    for n, each in enumerate(told):
+        where = f"link.changes[{n}]"
+        changes.append((_unit(each, "at", where, parse_duration), _egress_bps({**link, **each}, where)))
+    if changes != sorted(changes, key=lambda change: change[0]):
+        raise ValueError("link.changes must be in the order of their `at`")
+    return tuple(changes)
 
 
 def _swing(arrivals: Mapping[str, Any]) -> float:

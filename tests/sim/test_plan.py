@@ -86,6 +86,11 @@ def test_printed_example_is_a_scenario(capsys, tmp_path):
     [
         ({"num_own": 1}, "plan.num_own must be a whole number >= 2"),
         ({"link": {"rate": "fast"}}, "link.rate: 'fast' is not a rate"),
+        ({"link": {"rate": "1Gbit/s", "loss": 1}}, "link.loss must be below 1, not 1"),
+        ({"link": {"rate": "1Gbit/s", "changes": [{"rate": "1Mbit/s"}]}}, "link.changes[0].at"),
+        ({"link": {"rate": "1Gbit/s", "changes": [{"at": "1s", "rate": "x"}]}}, "link.changes[0].rate: 'x' is not"),
+        ({"link": {"rate": "1Gbit/s", "changes": [{"at": "2s"}, {"at": "1s"}]}}, "link.changes must be in the order"),
+        ({"link": {"rate": "1Gbit/s", "changes": {"at": "2s"}}}, "link.changes must be a list of objects"),
         ({"remote": {"name": "x"}}, "profile 'x': prefill must be a table"),
         ({"own": {"name": "y", "prefill": {"constant_s": 1, "per_token_s": 1}}}, "own.decode is missing"),
         ({"workload": {"kind": "dreams"}}, "workload.kind must be"),
@@ -114,6 +119,20 @@ def test_trace_is_read_beside_its_scenario(tmp_path):
     recorded = scenario(data | {"arrivals": {"num_requests": 120, "as_recorded": True}}, tmp_path)
     assert recorded.instants == tuple(float(n) for n in range(120))
     assert not math.isnan(plan(question, simulates=False)["closed_form"]["prfaas"]["throughput_rps"])
+
+
+def test_a_link_loses_and_changes():
+    link = {"rate": "100Gbit/s", "rtt": "10ms", "loss": 1e-4, "data_links": 8}
+    question = scenario(PAPER | {"link": link | {"changes": [{"at": "60s", "loss": 1e-2}, {"at": "90s"}]}})
+    # 8 connections, each MSS / RTT times the root of 1.5 / loss.
+    assert question.egress_bps == pytest.approx(8 * 8 * 1448 / 0.01 * (1.5 / 1e-4) ** 0.5)
+    assert question.rate_changes == ((60.0, pytest.approx(question.egress_bps / 10)), (90.0, question.egress_bps))
+    wide, narrow = (
+        simulated(scenario(PAPER | {"arrivals": {"num_requests": 500, "load": 0.5}} | more), solved, "threshold")
+        for solved in [solutions(scenario(PAPER), is_exact=True)["prfaas"]]
+        for more in ({}, {"link": PAPER["link"] | {"changes": [{"at": "20s", "rate": "2Gbit/s"}]}})
+    )
+    assert narrow["ttft_p90_s"] > 2 * wide["ttft_p90_s"]
 
 
 def test_without_a_remote_site_there_is_nothing_to_pay_for():
