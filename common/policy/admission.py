@@ -13,7 +13,7 @@ from typing import Literal
 
 from common.errors import InvalidRequest, Overloaded
 from common.policy.fair import Charge, ClassQueue, FairQueue
-from common.policy.pace import DrainPace, Errors
+from common.policy.pace import DrainPace, Errors, Misses
 from common.policy.views import Demand, ServiceClass
 from common.units import exact_size, format_size
 
@@ -74,7 +74,8 @@ class AdmissionController:
     _charges: dict[str, Charge] = field(default_factory=dict)
     _by_class: dict[str, _Running] = field(default_factory=dict)
     _mean_output: float | None = None
-    _predictions: dict[str, tuple[float, Errors]] = field(default_factory=dict)
+    _predictions: dict[str, tuple[Demand, float, Errors]] = field(default_factory=dict)
+    _misses: dict[str, Misses] = field(default_factory=dict)
     _errors: dict[tuple[str, str, bool], Errors] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -131,8 +132,10 @@ class AdmissionController:
     def note_ttft(self, request_id: str, ttft_s: float) -> None:
         """Its first token came after so long, or has not come in that time: predictions learn from it."""
         if (found := self._predictions.pop(request_id, None)) is not None:
-            predicted_s, errors = found
+            demand, predicted_s, errors = found
             errors.note(ttft_s - predicted_s)
+            if demand.deadline_s is not None:
+                self._misses_of(demand).note(is_missed=ttft_s >= demand.deadline_s)
 
     def pump(self, now: float = 0.0) -> list[str]:
         """Start whoever fits, in fair order; also after limits were raised."""
@@ -260,16 +263,18 @@ class AdmissionController:
         own_s = (self.forecast(demand, 0) if self.forecast is not None else None) or 0.0
         predicted_s = demand.waited_s + (wait_s or 0.0) + own_s
         name = self.queue.class_of(demand.service_class).facts.name
-        errors = self._errors_of((name, demand.tenant, wait_s is not None))
-        ttft_s, wait_s = predicted_s + errors.margin_s, wait_s or 0.0
+        errors, misses = self._errors_of((name, demand.tenant, wait_s is not None)), self._misses_of(demand)
+        margin_s = errors.margin_s + misses.reserve * (demand.deadline_s or 0.0)
+        ttft_s, wait_s = predicted_s + margin_s, wait_s or 0.0
         if demand.deadline_s is None or ttft_s <= demand.deadline_s:
-            self._predictions[demand.request_id] = predicted_s, errors
+            self._predictions[demand.request_id] = demand, predicted_s, errors
             return None
         if predicted_s <= demand.deadline_s and self.queue.class_of(name).tenants.num_requests == 1:
             errors.fade()  # nobody else waits from whom to learn that it is too much
+            misses.fade()
         return Overloaded(
             f"refused by gate deadline: the first token is expected within {ttft_s:.3g} s ({wait_s:.3g} s in the queue,"
-            f" {own_s:.3g} s for the prompt, {errors.margin_s:.3g} s since such predictions are off), the deadline is"
+            f" {own_s:.3g} s for the prompt, {margin_s:.3g} s since such predictions are off), the deadline is"
             f" {demand.deadline_s:g} s ({demand.deadline_setting}); retry later",
             gate="deadline",
             value=round(ttft_s, 3),
@@ -283,6 +288,9 @@ class AdmissionController:
         if kind not in self._errors and len(self._errors) >= MAX_ERRORS:
             del self._errors[next(iter(self._errors))]
         return self._errors.setdefault(kind, Errors())
+
+    def _misses_of(self, demand: Demand) -> Misses:
+        return self._misses.setdefault(self.queue.class_of(demand.service_class).facts.name, Misses())
 
     def _shed(self, gate: str, value: int, limit: float, key: str, queue: ClassQueue) -> Overloaded:
         setting = f"{self.limits.section}.{key}"

@@ -13,6 +13,9 @@ MIN_STARTS = 3
 ERROR_WEIGHT, MARGIN_DEVIATIONS = 1 / 16, 3.0
 # Part of a margin that goes with each request that is refused for it.
 FADE_WEIGHT = 1 / 64
+# Of the requests with a deadline that are let in so many may miss it; what a miss adds to the reserve, in deadlines,
+# and the most that it may be.
+MISS_RATE, MISS_STEP, MOST_RESERVE = 0.01, 0.05, 0.5
 
 
 @dataclass(slots=True)
@@ -76,3 +79,22 @@ class Errors:
     def margin_s(self) -> float:
         """What to add to a prediction so that few take longer."""
         return max(0.0, self.mean_s + MARGIN_DEVIATIONS * self.deviation_s)
+
+
+@dataclass(slots=True)
+class Misses:
+    """Keeps the rate of missed deadlines at MISS_RATE, whatever the errors look like: `reserve` is the part of a
+    deadline that must be left over, and settles where misses and hits balance (Robbins, Monro: A stochastic
+    approximation method, Ann. Math. Statist. 22, 1951).
+    """
+
+    reserve: float = 0.0
+
+    def note(self, *, is_missed: bool) -> None:
+        """A request that was let in has kept its deadline, or not."""
+        step = MISS_STEP * ((1.0 - MISS_RATE) if is_missed else -MISS_RATE)
+        self.reserve = min(MOST_RESERVE, max(0.0, self.reserve + step))
+
+    def fade(self) -> None:
+        """Somebody was refused for the reserve alone."""
+        self.reserve *= 1.0 - FADE_WEIGHT

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from common.policy.pace import DrainPace, Errors
+from common.policy.pace import MISS_RATE, MOST_RESERVE, DrainPace, Errors, Misses
 
 
 def test_the_pace_is_that_of_the_times_in_which_something_waited():
@@ -52,3 +52,25 @@ def test_the_margin_covers_most_of_what_comes_later():
     for _ in range(200):
         errors.note(-3.0)
     assert errors.margin_s == 0.0, "what comes early needs no margin, and is not counted on"
+
+
+@pytest.mark.parametrize("spread", [0.05, 0.2])
+def test_the_reserve_settles_where_few_deadlines_are_missed(spread):
+    """Errors with a long tail, which mean and deviation do not tell of."""
+    rng, misses, late = random.Random(1), Misses(), 0
+    for n in range(8000):
+        is_missed = spread * rng.paretovariate(4.0) - spread > misses.reserve
+        late += n >= 2000 and is_missed
+        misses.note(is_missed=is_missed)
+    assert 0.3 * MISS_RATE < late / 6000 < 3 * MISS_RATE
+    assert misses.reserve < MOST_RESERVE
+
+
+def test_a_reserve_that_lets_nobody_in_does_not_last():
+    misses = Misses()
+    for _ in range(100):
+        misses.note(is_missed=True)
+    assert misses.reserve == MOST_RESERVE
+    for _ in range(200):
+        misses.fade()
+    assert misses.reserve < 0.1 * MOST_RESERVE
