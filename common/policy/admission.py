@@ -271,7 +271,8 @@ class AdmissionController:
             return None
         if predicted_s <= demand.deadline_s and self.queue.class_of(name).tenants.num_requests == 1:
             errors.fade()  # nobody else waits from whom to learn that it is too much
-            misses.fade()
+            if not self.running:
+                misses.fade()
         return Overloaded(
             f"refused by gate deadline: the first token is expected within {ttft_s:.3g} s ({wait_s:.3g} s in the queue,"
             f" {own_s:.3g} s for the prompt, {margin_s:.3g} s since such predictions are off), the deadline is"
