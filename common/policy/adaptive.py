@@ -35,9 +35,17 @@ WEIGHTS = Weights()
 
 
 def choose(
-    request: RequestView, ways: Sequence[Alternative], prices: Sequence[float], weights: Weights
+    request: RequestView,
+    ways: Sequence[Alternative],
+    prices: Sequence[float],
+    weights: Weights,
+    exchange_s: float | None = None,
 ) -> tuple[Alternative, str]:
     """(the alternative, why): of those that keep the SLO the one with the least time plus price.
+
+    `exchange_s`: what a prompt that costs the same on both sides takes at an own node. A longer one that only an own
+    node with a queue could answer in time goes to the far side all the same, where it is late alone: here it would
+    take the time of several that can make it.
 
     When none keeps it, what this request loses cannot be won back, but others' time can still be lost. It goes to the
     cheaper side, and there to the longest queue that answers within `late_factor` times its SLO: one node ends up
@@ -50,7 +58,12 @@ def choose(
     left_s = request.ttft_slo_s - request.waited_s
     timely = [way for way in ways if way.ttft_s <= left_s]
     if timely:
-        return min(timely, key=lambda way: (scores[way.name], way.name)), "within_slo"
+        pick = min(timely, key=lambda way: (scores[way.name], way.name))
+        far = [way for way in ways if way.is_far]
+        is_long = exchange_s is not None and not pick.is_far and pick.prefill_s > exchange_s
+        if is_long and pick.queue_s > 0 and far:
+            return min(far, key=lambda way: (scores[way.name], way.name)), "too_long"
+        return pick, "within_slo"
     bound_s = weights.late_factor * request.ttft_slo_s - request.waited_s
     alike = (way for way in ways if way.is_far == best.is_far and bool(way.push_tokens) == bool(best.push_tokens))
     late = [way for way in alike if way.ttft_s <= bound_s]
@@ -65,10 +78,8 @@ def prices(
     exchange_tokens: float | None,
 ) -> list[float]:
     """Seconds of an own node that each alternative is worth; all 0 where there is nothing to exchange."""
-    if exchange_tokens is None or not 0 < exchange_tokens < math.inf:
-        return [0.0] * len(ways)
-    own_s = _own_seconds(peers, local, exchange_tokens)
-    if own_s is None:
+    own_s = exchange_seconds(peers, local, exchange_tokens)
+    if own_s is None or exchange_tokens is None:
         return [0.0] * len(ways)
     rates = {p.name: _rates(request, p, peers, exchange_tokens) for p in peers if p.site == "remote"}
     out = []
@@ -81,8 +92,10 @@ def prices(
     return out
 
 
-def _own_seconds(peers: Sequence[PeerView], local: LocalView, num_tokens: float) -> float | None:
-    """What a prompt of that length takes at decoded's own site."""
+def exchange_seconds(peers: Sequence[PeerView], local: LocalView, num_tokens: float | None) -> float | None:
+    """What a prompt that costs the same on both sides takes at decoded's own site; None where nothing is exchanged."""
+    if num_tokens is None or not 0 < num_tokens < math.inf:
+        return None
     for peer in peers:
         if peer.site == "own" and peer.cost is not None:
             return peer.cost.seconds(0, num_tokens)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from common.policy.adaptive import WEIGHTS, Weights, choose, prices
+from common.policy.adaptive import WEIGHTS, Weights, choose, exchange_seconds, prices
 from common.policy.predict import Alternative, alternatives, can_be_pushed
 from common.policy.views import LocalView, PeerView, PushMode, RequestView
 from common.request import Route
@@ -130,7 +130,8 @@ def _adaptive(
     terms: dict[str, object],
 ) -> RouteDecision:
     costs = prices(request, ways, peers, local, rules.exchange_tokens)
-    way, why = choose(request, ways, costs, rules.weights)
+    exchange_s = exchange_seconds(peers, local, rules.exchange_tokens)
+    way, why = choose(request, ways, costs, rules.weights, exchange_s)
     if terms:
         terms |= {"choice": why, "prices_s": {w.name: round(c, 3) for w, c in zip(ways, costs, strict=True)}}
     return _decided(way, "adaptive", terms)

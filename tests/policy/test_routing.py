@@ -195,6 +195,17 @@ def test_slo_comes_before_price():
     assert adaptive(2_000, [FAR, queued], NOWHERE, exchange=4_000, slo=3.0).peer == "far"
 
 
+def test_a_long_prompt_does_not_hold_up_a_busy_own_node():
+    """12,000 tokens are 26 s of an own node, within the SLO; the far side's path is full for minutes."""
+    full = replace(FAR, queued_bytes=1e9, capacity_bps=8e6)
+    idle, busy = STEEP, replace(STEEP, queued_s=0.5)
+    for exchange, node, expected in ((4_000, idle, "beside"), (4_000, busy, "far"), (20_000, busy, "beside")):
+        decision = adaptive(12_000, [full, node], NOWHERE, exchange=exchange, slo=60.0)
+        assert decision.peer == expected
+    assert adaptive(12_000, [full, busy], NOWHERE, exchange=4_000, slo=60.0).terms["choice"] == "too_long"
+    assert adaptive(12_000, [busy], NOWHERE, exchange=4_000, slo=60.0).peer == "beside", "there is nowhere else"
+
+
 def test_who_is_late_anyway_holds_up_nobody_else():
     nodes = [replace(BESIDE, name=f"n{n}", queued_s=wait) for n, wait in enumerate((12.0, 30.0, 100.0))]
     assert adaptive(1_000, nodes, NOWHERE, slo=14.0).peer == "n0"
