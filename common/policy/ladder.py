@@ -71,11 +71,6 @@ def expected_s(before: PrefillSample, num_tokens: int) -> float:
     return before.seconds * float((num_tokens / before.num_tokens) ** 1.5)
 
 
-def batches(rows: Sequence[int], contexts: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(rows, context of each) of the decode steps to measure."""
-    return tuple((num_rows, context) for context in sorted(set(contexts)) for num_rows in sorted(set(rows)))
-
-
 def rising(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The nearest points (least squares) whose seconds do not fall: what noise has turned around is averaged.
 

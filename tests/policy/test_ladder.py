@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
@@ -12,7 +12,6 @@ from common.policy.ladder import (
     DecodeSample,
     PrefillSample,
     Samples,
-    batches,
     decode_facts,
     doubts,
     expected_s,
@@ -51,10 +50,6 @@ def test_every_ladder_has_a_length_for_each_term_and_stays_below_its_limit():
 
 def test_what_is_expected_lies_between_linear_and_quadratic():
     assert 4.0 < expected_s(PrefillSample(0, 100, 1.0), 400) < 16.0
-
-
-def test_batches_once_each_by_context():
-    assert batches([4, 1, 4], [512, 64]) == ((1, 64), (4, 64), (1, 512), (4, 512))
 
 
 def test_what_rises_stays_and_what_falls_is_averaged_with_its_neighbours():
@@ -104,7 +99,7 @@ def test_costs_of_prefill_are_found_again(noise):
 
 def test_costs_of_decode_steps_are_found_again():
     truth, samples = DecodeCost(0.02, 1e-3, 2e-6), Samples()
-    for rows, context in batches([1, 4, 16], [64, 2048]):
+    for rows, context in product((1, 4, 16), (64, 2048)):
         samples.decode.append(DecodeSample(rows, rows * context, truth.step_s(rows, rows * context)))
     facts = decode_facts(samples, 16)
     assert facts == {"base_s": pytest.approx(0.02, rel=1e-3), "per_row_s": pytest.approx(1e-3, rel=1e-3),
