@@ -125,7 +125,7 @@ class Profiler:
         is_time = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
         if not is_time or not 1 <= timeout_s <= MAX_TIMEOUT_S:
             raise _Refused(f"timeout_s {timeout_s!r:.40} must be from 1 to {MAX_TIMEOUT_S:g} seconds")
-        return Wish(max_tokens, tuple(rows), float(timeout_s))
+        return Wish(max_tokens, tuple(sorted(set(rows))), float(timeout_s))
 
     def _longest(self) -> int:
         """The longest prompt that may be measured."""
@@ -142,31 +142,35 @@ class Profiler:
     # -- what is measured
 
     async def _measure(self, wish: Wish) -> Samples:
+        """The whole ladder once, then again what is quick, then decode steps."""
         samples = Samples()
-        lengths = ladder.ladder(wish.max_tokens)
+        reached = await self._climb(ladder.ladder(wish.max_tokens), wish.timeout_s, samples)
+        quick = [s.num_tokens for s in reached if s.seconds <= ladder.REPEATED_PART * wish.timeout_s]
+        for _ in range(NUM_REPEATS):
+            for num_tokens in quick:
+                samples.prefill += await self._probe.prefill(num_tokens)
+        for num_rows in wish.rows:
+            samples.decode += await self._steps(num_rows, quick or [reached[0].num_tokens], samples)
+        return samples
+
+    async def _climb(self, lengths: Sequence[int], timeout_s: float, samples: Samples) -> list[PrefillSample]:
+        """As far as the time goes; returns the whole prompts. Raises _TooSlow when that is not two."""
         await self._probe.prefill(lengths[0])  # whatever the first one of all takes longer
         reached: list[PrefillSample] = []
         for num_tokens in lengths:
-            if reached and ladder.expected_s(reached[-1], num_tokens) > ladder.LONGEST_PART * wish.timeout_s:
+            if reached and ladder.expected_s(reached[-1], num_tokens) > ladder.LONGEST_PART * timeout_s:
                 samples.remarks.append(
-                    f"prompts of {num_tokens} tokens and more would take too long for a time limit of"
-                    f" {wish.timeout_s:g} s (--timeout) and were not measured"
+                    f"prompts of {num_tokens} tokens and more would take too long for a time limit of {timeout_s:g} s"
+                    " (--timeout) and were not measured"
                 )
                 break
             found = await self._probe.prefill(num_tokens)
             samples.prefill += found
             reached.append(found[0])
         if len(reached) < 2:
-            raise _TooSlow(
-                f"a prompt of {lengths[0]} tokens takes {reached[0].seconds:.3g} s: allow more time (--timeout)"
-            )
-        quick = [s for s in reached if s.seconds <= ladder.REPEATED_PART * wish.timeout_s]
-        for _ in range(NUM_REPEATS):
-            for s in quick:
-                samples.prefill += await self._probe.prefill(s.num_tokens)
-        for num_rows in wish.rows:
-            samples.decode += await self._steps(num_rows, [s.num_tokens for s in quick] or lengths[:1], samples)
-        return samples
+            took_s = reached[0].seconds
+            raise _TooSlow(f"a prompt of {lengths[0]} tokens takes {took_s:.3g} s: allow more time (--timeout)")
+        return reached
 
     async def _steps(self, num_rows: int, contexts: Sequence[int], samples: Samples) -> list[DecodeSample]:
         """Decode steps behind the shortest of the contexts, and behind the longest for which there is memory."""
