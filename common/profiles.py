@@ -28,7 +28,8 @@ def identity(info: ModelInfo) -> str:
 
 
 def store(state_dir: Path, profile: Mapping[str, Any]) -> Path:
-    """Keep a profile, whole or not at all. Raises OSError."""
+    """Keep a profile, whole or not at all; the folder is made. Raises OSError."""
+    state_dir.mkdir(mode=0o700, exist_ok=True)
     path = state_dir / FILE_NAME
     part = path.with_suffix(".part")
     part.write_text(json.dumps(profile, indent=1) + "\n", "utf-8")

@@ -283,8 +283,10 @@ async def test_an_engine_that_dies_ends_it():
         assert bench.outcomes() == {"failed": 1}
 
 
-async def test_a_state_dir_that_is_gone_is_said(tmp_path: Path):
-    async with Bench(tmp_path / "gone", max_rows=0) as bench:
+async def test_a_state_dir_is_made_and_one_that_cannot_be_is_said(tmp_path: Path):
+    async with Bench(tmp_path / "new", max_rows=0) as bench:
+        assert (await bench.profile(max_tokens=64))["stored"] == str(tmp_path / "new" / FILE_NAME)
+    async with Bench(tmp_path / "gone" / "new", max_rows=0) as bench:
         found = await bench.profile(max_tokens=64)
         assert found["stored"] is None
         assert any("could not be kept in node.state_dir" in text for text in found["warnings"])

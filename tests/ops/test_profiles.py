@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from common.ctl_profile import profile_text
 from common.fake import FakeOptions
 from common.layout import ModelInfo
 from common.policy.costs import DecodeCost, PrefillCost
@@ -130,3 +131,20 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch):
         store(tmp_path, document(name="new"))
     found = load_profile(tmp_path, INFO)
     assert found is not None and found.name == "old"
+
+
+def test_people_are_shown_the_curve_and_the_costs():
+    shown = document(warnings=[], state={"bytes_per_token": 46080, "fixed_bytes": 2048}, took_s=6.3, was_idle=False,
+                     stored="/s/profile.json")  # fmt: skip
+    assert profile_text(shown).splitlines() == [
+        "prompt tokens  seconds  tokens/s",
+        "           64      0.1       640",
+        "          128      0.2       640",
+        "prefill      10.0 ms + 1.00 ms a token + 10.0 ns a token squared",
+        "decode step  20.0 ms + 1.00 ms a row + 1.00 us a token of context; 16 rows at most",
+        "state        45.0 KiB a token + 2.00 KiB",
+        "measured     m in 6.30 s, serving others",
+        "kept in      /s/profile.json",
+    ]
+    del shown["decode"], shown["stored"]
+    assert not [line for line in profile_text(shown).splitlines() if line.startswith(("decode", "kept"))]

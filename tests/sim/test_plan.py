@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -189,6 +190,13 @@ def test_profiles_may_be_named_by_their_files(tmp_path, capsys):
     assert question.own.prefill(64_000) == pytest.approx(1.0 + grown, rel=0.02)
     assert main(["plan", str(file), "--no-simulation", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["closed_form"]["prfaas"]["throughput_rps"] > 0
+
+
+def test_the_documented_scenario_is_one(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+    (block,) = [part for part in text.split("```json\n")[1:] if part.startswith('{"own": "own.json"')]
+    with_files(tmp_path, measured("here"), measured("there", decode=None))
+    assert scenario(json.loads(block.split("```")[0]), tmp_path).num_own == 2
 
 
 def test_state_that_is_told_counts_before_the_profiles(tmp_path):
