@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,13 @@ def measured(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     folder = tmp_path_factory.mktemp("profiles")
     files = {"own": folder / "own.json", "remote": folder / "remote.json"}
     with running_cluster(smollm2_dir, decoded=WITH_CACHE, prefilld=WITH_CACHE) as cluster:
-        cluster.prefillds[0].ctl("profile", *SHORT, "--out", str(files["remote"]), timeout_s=90)
-        cluster.decoded.ctl("profile", *SHORTER, "--rows", "1,4", "--out", str(files["own"]), timeout_s=90)
+        # Each has a core of its own.
+        with ThreadPoolExecutor() as both:
+            done = [
+                both.submit(cluster.prefillds[0].ctl, "profile", *SHORT, "--out", str(files["remote"])),
+                both.submit(cluster.decoded.ctl, "profile", *SHORTER, "--rows", "1,4", "--out", str(files["own"])),
+            ]
+        assert all(d.result()["stored"] for d in done)
         yield cluster, files
 
 
@@ -66,21 +72,27 @@ def test_a_profile_predicts_what_prompts_take_and_outlives_the_daemon(measured: 
     load = told_load(cluster)
     assert [load[key] for key in COST] == [fitted[key.removeprefix("prefill_")] for key in COST]
 
-    body = {"model": "smollm2-135m-instruct", "prompt": real_text(1700), "max_tokens": 1}
+    ratios = sorted(predicted_by_taken(cluster, load, real_text(6000)[n * 2000 : n * 2000 + 1700]) for n in range(3))
+    assert 1 / 2 < ratios[1] < 2, ratios
+    assert server.ctl("status")["prefill_cost"]["num_prompts"] == 3
+
+
+def predicted_by_taken(cluster: Cluster, load: dict[str, float], text: str) -> float:
+    """Of a prompt that goes to the peer."""
+    body = {"model": "smollm2-135m-instruct", "prompt": text, "max_tokens": 1}
     answer = cluster.post("/v1/completions", body, {"X-Prfaas-Timing": "1", "X-Prfaas-Route": "remote"})
     assert answer["prfaas"]["route"] == "remote"
     num_tokens = answer["usage"]["prompt_tokens"] - 1
     assert 250 < num_tokens < 700
-    predicted_s, took_s = seconds(load, num_tokens), answer["prfaas"]["timing"]["prefill_s"]
-    assert took_s / 2 < predicted_s < took_s * 2
-    assert server.ctl("status")["prefill_cost"]["num_prompts"] == 1
+    taken_s: float = answer["prfaas"]["timing"]["prefill_s"]
+    return seconds(load, num_tokens) / taken_s
 
 
 def test_measuring_leaves_the_caches_alone(measured: tuple[Cluster, dict[str, Path]]):
     """Nothing but prompts of clients was ever looked up."""
     cluster, _ = measured
     stats = cluster.decoded.ctl("cache", "stats")
-    assert stats["num_lookups"] <= 1 and stats["hit_tokens"] == 0
+    assert stats["num_lookups"] <= 3 and stats["hit_tokens"] == 0
     prompt = {"model": "smollm2-135m-instruct", "prompt": real_text(1200), "max_tokens": 2}
     headers = {"X-Prfaas-Timing": "1", "X-Prfaas-Route": "local"}
     num_tokens = cluster.post("/v1/completions", prompt, headers)["usage"]["prompt_tokens"]
