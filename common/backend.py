@@ -29,7 +29,7 @@ class PrefillTask:
 
     `start` > 0 means the receiver holds [0, start); what the engine itself must recompute for that is its own affair.
     With `is_pushed` the state of [held, start) is put into the job's `sink` if the job `wants_push`, and nothing is
-    computed before `import_done`. `salt`: whose prefixes may be found, and find these.
+    computed before `import_done`. `salt`: whose prefixes may be found, and find these; without `uses_cache` nobody's.
     """
 
     request_id: str
@@ -39,6 +39,7 @@ class PrefillTask:
     is_pushed: bool = False
     held: int = 0
     salt: bytes = b""
+    uses_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True)

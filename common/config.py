@@ -78,8 +78,8 @@ class NodeConfig(Section):
     )
     state_dir: FilePath = key(
         None,
-        "Directory for what outlives a restart: reports of `decodectl codec check`, the prefix cache's files."
-        ' "" is the directory systemd made.',
+        "Directory for what outlives a restart: reports of `decodectl codec check`, what `profile` measured, the prefix"
+        ' cache\'s files. "" is the directory systemd made.',
     )
 
 

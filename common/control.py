@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 Handler = Callable[[dict[str, Any]], Awaitable[Any]]
 READ_ONLY = ("status", "peers", "requests", "cache", "version")
+# They take long and change nothing that has to be finished: given up when whoever asked leaves.
+LONG = ("link_bench", "profile")
+LEFT_POLL_S = 0.2
 
 log = logging.getLogger(__name__)
 
@@ -104,18 +107,37 @@ class ControlServer:
         except ControlError as error:
             writer.write(encode_frame(_failure(error)))
             return False
-        writer.write(encode_frame(await self._reply(request)))
+        writer.write(encode_frame(await self._reply(request, reader)))
         await writer.drain()
         return True
 
-    async def _reply(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def _reply(self, request: dict[str, Any], reader: asyncio.StreamReader) -> dict[str, Any]:
         verb, params = request.get("verb"), request.get("params", {})
         if not isinstance(verb, str) or not isinstance(params, dict):
             return _failure(ControlError('a request is {"verb": text, "params": object}'))
         try:
-            return {"ok": True, "data": await self._dispatch(verb, params)}
+            work = self._dispatch(verb, params)
+            return {"ok": True, "data": await (_while_there(reader, work) if verb in LONG else work)}
         except PdError as error:
             return _failure(error)
+
+
+async def _while_there(reader: asyncio.StreamReader, work: Awaitable[Any]) -> Any:
+    """What a verb answers; it is cancelled when the client closes its end, or we are cancelled.
+
+    Raises:
+        ConnectionResetError: the client has left.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            if reader.at_eof():
+                raise ConnectionResetError("the client left before its verb was done")
+            await asyncio.wait((task,), timeout=LEFT_POLL_S)
+        return task.result()
+    finally:
+        if task.cancel():
+            await asyncio.wait((task,))
 
 
 def _failure(error: PdError) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class LocalBackend:
         self._check_alive()
         self._check_prompt(request.prompt_tokens, self.info.max_context - 1)
         found = None
-        if self.cache is not None and request.prompt_logprobs is None:
+        if self.cache is not None and request.uses_cache and request.prompt_logprobs is None:
             salt, last = request.tenant.encode(), request.num_prompt_tokens - 1
             found = await self.cache.look_up(request.prompt_tokens, salt, last)
         return LocalGeneration(self, request, found)

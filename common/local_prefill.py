@@ -29,7 +29,7 @@ class LocalPrefill(Outputs[ComputedSegment | ChunkDone]):
 
     def __init__(self, backend: LocalBackend, task: PrefillTask) -> None:
         super().__init__(backend)
-        self._task = task
+        self._task, cache = task, backend.cache if task.uses_cache else None
         self._seq = seq = Sequence(
             seq_id=next(backend.ids),
             owner=self,
@@ -38,17 +38,17 @@ class LocalPrefill(Outputs[ComputedSegment | ChunkDone]):
             start=task.start,
             priority=task.priority,
             is_held=True,
-            keeps_state=backend.cache is not None,
+            keeps_state=cache is not None,
         )
         self.num_cached_tokens = 0
         self._wants_push: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         backend.owners[self] = None
         backend.worker.post(lambda scheduler: scheduler.add(seq))
         self._beginning: asyncio.Task[None] | None = None
-        if backend.cache is None:
+        if cache is None:
             self._begin(0, wants_push=task.is_pushed and not task.held)
         else:
-            self._beginning = asyncio.create_task(self._look_up(backend.cache))
+            self._beginning = asyncio.create_task(self._look_up(cache))
             self._beginning.add_done_callback(self._looked_up)
 
     async def wants_push(self) -> bool:

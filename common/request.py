@@ -40,7 +40,8 @@ class Request:
 
     `prompt_logprobs` asks for the log probability of every prompt token (echo with logprobs). `forced_route` comes from
     X-Prfaas-Route and is only set when the configuration allows it. `deadline_s`, a duration from arrival, is for the
-    first token. `priority` follows from `service_class` ("": the first one).
+    first token. `priority` follows from `service_class` ("": the first one). Without `uses_cache` nothing is looked up
+    in the prefix cache, and nothing kept there.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class Request:
     priority: int = 0
     tenant: str = ""
     service_class: str = ""
+    uses_cache: bool = True
 
     @property
     def num_prompt_tokens(self) -> int:

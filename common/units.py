@@ -141,8 +141,10 @@ def format_size(num_bytes: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A duration for a reader: "350 us", "12.5 ms", "3.20 s", "4 min 05 s", "2 h 03 min"."""
+    """A duration for a reader: "2.90 ns", "350 us", "12.5 ms", "3.20 s", "4 min 05 s", "2 h 03 min"."""
     size = abs(seconds)
+    if 0 < size < 1e-6:
+        return f"{seconds * 1e9:.{_digits(seconds * 1e9)}f} ns"
     if size < 1:
         value, unit = (seconds * 1e6, "us") if size < 1e-3 else (seconds * 1e3, "ms")
         return f"{value:.{_digits(value) if seconds else 0}f} {unit}"

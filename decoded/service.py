@@ -24,6 +24,7 @@ from common.net.options import LocalEnd, Security
 from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.fallback import FallbackBudget
 from common.policy.slo import SloTargets
+from common.profiler import Node, Profiler
 from common.release import version
 from common.text.tokenizer import Tokenizer
 from common.wire.quantise import LOSSY
@@ -86,6 +87,7 @@ class DecodeService:
         self._prober: PathProber
         self._replicator: Replicator
         self.dispatcher: Dispatcher
+        self.profiler: Profiler
         self._fake: FakePrefilld | None = None
         self._page = LoadingPage()
         self._runner: web.AppRunner | None = None
@@ -112,6 +114,7 @@ class DecodeService:
         self.dispatcher = self._make_dispatcher()
         self.dispatcher.directory, self.dispatcher.trace = self.peers.directory, self.trace
         self._replicator = Replicator(self.dispatcher, lambda: self.config.routing.replicate_share)
+        self.profiler = self._make_profiler()
         await self._start_peers(end)
         await self._start_http()
         self._watch = asyncio.create_task(self._watch_engine())
@@ -232,6 +235,12 @@ class DecodeService:
             peer_warning=self.warning,
             peers_changed=self.peers.changed,
         )
+
+    def _make_profiler(self) -> Profiler:
+        config, dispatcher = self.config, self.dispatcher
+        node = Node("decoded", config.node.name, config.node.state_dir, config.batch.max_batch)
+        registry = self.metrics.registry
+        return Profiler(self.backend, dispatcher.admission, node, lambda key: dispatcher.active[key].admit(), registry)
 
     async def _start_peers(self, end: LocalEnd) -> None:
         """READY means that links to live peers are warm; a peer that is away must not hold the start up for long."""

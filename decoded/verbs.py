@@ -85,6 +85,7 @@ def handlers(service: DecodeService) -> dict[str, Handler]:
         "status": status,
         "peers": peers,
         "link_bench": link_bench,
+        "profile": service.profiler.run,
         "requests": requests,
         "version": version_facts,
         "drain": drain,

@@ -26,6 +26,8 @@ from common.net.server import PrefillServer
 from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.codec import CodecChoice
 from common.policy.egress import Egress, EgressLimits
+from common.profiler import Node, Profiler
+from common.profiles import load_profile
 from common.release import version
 from common.wire.codec import CODECS
 from common.wire.connection import Closed
@@ -47,6 +49,7 @@ from prefilld.cachefeed import CacheFeed
 from prefilld.config import PrefillConfig
 from prefilld.fakepeer import FakeDecoded
 from prefilld.http import make_app, make_runner
+from prefilld.learned import LearnedCost
 from prefilld.metrics import PrefillMetrics
 from prefilld.refused import RefusedPeers
 from prefilld.stream import StreamHandler
@@ -80,6 +83,8 @@ class PrefillService:
             progress_timeout_s=config.stream.progress_timeout,
             trace=self._trace,
         )
+        node = Node("prefilld", config.node.name, config.node.state_dir)
+        self._profiler = Profiler(self._backend, self._admission, node, self._handler.admit, self._metrics.registry)
         self._egress = Egress(EgressLimits(config.egress.max_bps, config.egress.share))
         self._server: PrefillServer | None = None
         self._feed: CacheFeed | None = None
@@ -101,6 +106,8 @@ class PrefillService:
         log.info("loading the model", extra={"path": str(config.model.path or "fake")})
         await self._backend.start()
         self._metrics.tell_model(self._backend.info.name, self._backend.info.numerics)
+        profile = load_profile(config.node.state_dir, self._backend.info)
+        self._handler.learned = LearnedCost(profile.cost() if profile is not None else None)
         security = make_security(config, "prefill")
         if self._fake_peer is not None:
             security = bench_security(security)
@@ -202,6 +209,7 @@ class PrefillService:
             "version": self._answer("version"),
             "drain": drain,
             "resume": resume,
+            "profile": self._profiler.run,
             **cache_handlers(lambda: self._backend.cache),
         }
 
@@ -255,6 +263,7 @@ class PrefillService:
             "num_queued": len(self._admission.queue),
             "num_queued_tokens": self._admission.num_queued_tokens,
             "num_prompt_tokens": stats.num_prompt_tokens,
+            "prefill_cost": self._handler.learned.facts(),
             "state_bytes": dict(stats.state_bytes),
         }
 
@@ -267,6 +276,7 @@ class PrefillService:
             "num_queued_tokens": tokens,
             "prefill_tokens_per_s": self._backend.stats().alone_tokens_per_s,
             "chunk_tokens": int(self._backend.info.numerics["chunk_tokens"]),
+            **self._handler.learned.load(),
         }
 
     def _on_refused(self, closed: Closed, address: str) -> None:

@@ -30,6 +30,7 @@ from common.net.server import RemoteRequest, ServerStream
 from common.policy.admission import AdmissionController
 from common.policy.views import Demand
 from common.trace import TraceWriter
+from prefilld.learned import LearnedCost
 from prefilld.metrics import PrefillMetrics
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class StreamHandler:
         self.max_staged_bytes, self.max_prompt_tokens = max_staged_bytes, max_prompt_tokens
         self.progress_timeout_s = progress_timeout_s
         self._trace = trace
+        self.learned = LearnedCost()
         self.is_draining = False
         self.active: dict[str, StreamRecord] = {}
         self._admitted: dict[str, asyncio.Event] = {}
@@ -137,7 +139,11 @@ class StreamHandler:
     def start_admitted(self) -> None:
         """Let those run who fit now (after the limits were raised)."""
         for key in self.admission.pump():
-            self._admitted[key].set()
+            self.admit(key)
+
+    def admit(self, key: str) -> None:
+        """A queued stream's turn has come."""
+        self._admitted[key].set()
 
     async def wait_idle(self) -> None:
         """Until no stream is in flight and everything sent was acknowledged."""
@@ -186,6 +192,8 @@ class StreamHandler:
                 await self._take_push(stream, job, record)
             record.stage = "prefill"
             await self._pump(stream, job, record)
+            num_cached = job.num_cached_tokens
+            self.learned.prefilled(num_cached, len(task.tokens) - num_cached, record.computing_s)
             record.stage = "sending"
             await stream.complete(len(task.tokens), record.computing_s, record.waited_s)
         except EngineError as e:
@@ -306,7 +314,7 @@ class StreamHandler:
         self.active.pop(record.key, None)
         if self._admitted.pop(record.key, None) is not None:
             for key in self.admission.release(record.key):
-                self._admitted[key].set()
+                self.admit(key)
         if not self.active:
             self._idle.set()
 

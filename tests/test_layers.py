@@ -70,7 +70,8 @@ LAYERS = {
 
 # Everybody else is handed `now`. Both daemons are services and stamp where things happen; so do the backends.
 CLOCK_READERS = (
-    "common.net.link", "common.net.relay", "common.looplag", "common.worker", "common.fake",
+    "common.net.link", "common.net.relay", "common.looplag", "common.worker", "common.fake", "common.profiler",
+    "common.profile_probe",
     "common.local_generation", "common.local_outputs", "common.local_prefill",
     "common.daemon", "common.lifecycle", "common.sdnotify", "common.logs", "common.ctl", "common.ctl_verbs",
     "common.text.chat_template", "prefilld", "decoded",

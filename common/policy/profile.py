@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isfinite
 from typing import Any
 
 from common.policy.costs import PREFILL_SCALE, DecodeCost, NonNegativeFit, PrefillCost, StateSize
@@ -27,7 +28,8 @@ class Curve:
         Raises:
             ValueError: not so.
         """
-        if len(points) < 2 or any(b[0] <= a[0] or b[1] < a[1] for a, b in pairwise(points)):
+        is_finite = all(isfinite(x) and isfinite(y) and y >= 0 for x, y in points)
+        if not is_finite or len(points) < 2 or any(b[0] <= a[0] or b[1] < a[1] for a, b in pairwise(points)):
             raise ValueError("a curve needs two points or more that rise in tokens and do not fall in seconds")
         self.points = tuple((float(x), float(y)) for x, y in points)
         self._x, self._y = [p[0] for p in self.points], [p[1] for p in self.points]
@@ -84,12 +86,16 @@ class Polynomial:
 
 @dataclass(frozen=True, slots=True)
 class NodeProfile:
-    """One kind of node: seconds of prefill by prompt tokens, and of decode steps, `max_rows` together."""
+    """One kind of node: seconds of prefill by prompt tokens, and of decode steps, `max_rows` together.
+
+    `fitted` is the cost model nearest to what was measured, where whoever measured says so.
+    """
 
     name: str
     prefill: Curve | Polynomial
     decode: DecodeCost | None = None
     max_rows: int = 1
+    fitted: PrefillCost | None = None
 
     def decode_rps(self, mean_output_tokens: float, mean_context_tokens: float = 0.0) -> float:
         """Requests per second of one decoding node with all rows in use (equation 5); 0 where it does not decode."""
@@ -99,7 +105,9 @@ class NodeProfile:
         return self.max_rows / (step_s * mean_output_tokens)
 
     def cost(self, longest: float = 131072.0) -> PrefillCost:
-        """The cost model nearest to the curve, errors relative, up to `longest` tokens."""
+        """The cost model that was fitted, else that nearest to the curve, errors relative, up to `longest` tokens."""
+        if self.fitted is not None:
+            return self.fitted
         if isinstance(self.prefill, Polynomial):
             return PrefillCost(self.prefill.constant, self.prefill.linear, self.prefill.square)
         fit = NonNegativeFit(None, PREFILL_SCALE, half_life=1e9)
@@ -113,28 +121,40 @@ def node_profile(data: Mapping[str, Any]) -> NodeProfile:
     """From JSON: {"name", "prefill": {"points": [[tokens, seconds], ...]} or {"constant_s", "per_token_s",
     "per_square_s"}, "decode": {"base_s", "per_row_s", "per_context_s", "max_rows"}}.
 
+    With both, the points hold as far as they go, and the cost goes on behind them.
+
     Raises:
         ValueError: naming the field that is missing or wrong.
     """
     name = data.get("name", "node")
     prefill = table(data, "prefill", f"profile {name!r}")
     curve: Curve | Polynomial
-    if "points" in prefill:
-        try:
-            curve = Curve([(float(x), float(y)) for x, y in prefill["points"]])
-        except (TypeError, ValueError) as e:
-            raise ValueError(f"profile {name!r}: prefill.points: {e}") from e
-    else:
+    fitted: PrefillCost | None = None
+    if "points" not in prefill or "per_token_s" in prefill:
         where = f"profile {name!r}: prefill"
         constant, linear = number(prefill, "constant_s", where), number(prefill, "per_token_s", where)
-        curve = Polynomial(constant, linear, number(prefill, "per_square_s", where, 0.0))
+        fitted = PrefillCost(constant, linear, number(prefill, "per_square_s", where, 0.0))
+        curve = Polynomial(fitted.constant_s, fitted.per_token_s, fitted.per_square_s)
+    if "points" in prefill:
+        try:
+            points = [(float(x), float(y)) for x, y in prefill["points"]]
+            curve = Curve(points + (_beyond(points[-1], fitted) if fitted is not None and points else []))
+        except (TypeError, ValueError, OverflowError) as e:
+            raise ValueError(f"profile {name!r}: prefill.points: {e}") from e
     if data.get("decode") is None:
-        return NodeProfile(str(name), curve)
+        return NodeProfile(str(name), curve, fitted=fitted)
     where, told = f"profile {name!r}: decode", table(data, "decode", f"profile {name!r}")
     cost = DecodeCost(
         number(told, "base_s", where), number(told, "per_row_s", where, 0.0), number(told, "per_context_s", where, 0.0)
     )
-    return NodeProfile(str(name), curve, cost, max(1, int(number(told, "max_rows", where, 1))))
+    return NodeProfile(str(name), curve, cost, max(1, int(number(told, "max_rows", where, 1))), fitted)
+
+
+def _beyond(last: tuple[float, float], cost: PrefillCost) -> list[tuple[float, float]]:
+    """Points behind the last one measured, as the cost goes on from there."""
+    tokens, seconds = last
+    more = [tokens * 2**n for n in range(1, 12)]
+    return [(x, seconds + cost.seconds(0, x) - cost.seconds(0, tokens)) for x in more]
 
 
 def state_size(data: Mapping[str, Any]) -> StateSize:
@@ -151,8 +171,10 @@ def table(data: Mapping[str, Any], key: str, where: str = "") -> Mapping[str, An
 
 
 def number(data: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
-    """A number >= 0 of a JSON object. Raises ValueError naming it."""
+    """A finite number >= 0 of a JSON object. Raises ValueError naming it."""
     value = data.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise ValueError(f"{where}.{key} must be a number >= 0, not {value!r}")
+    # Python reads whole numbers of any size, and floats them or not.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1e300
+    if not is_number:
+        raise ValueError(f"{where}.{key} must be a number >= 0, not {value!r:.40}")
     return float(value)

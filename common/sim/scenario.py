@@ -6,6 +6,7 @@ the remote node; for the own node, of which it prints no profile, the quadratic 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,12 +84,13 @@ class Scenario:
 
 
 def scenario(data: Mapping[str, Any], folder: Path = Path()) -> Scenario:
-    """Check and complete; `folder` is where a trace's relative path starts.
+    """Check and complete; `folder` is where relative paths start.
 
     Raises:
         ValueError: naming the field.
-        OSError: the trace cannot be read.
+        OSError: the trace or a profile cannot be read.
     """
+    data = _with_profiles(data, folder)
     link, slo, arrivals, asked = (table(data, key) for key in ("link", "slo", "arrivals", "workload"))
     count = _whole(arrivals, "num_requests", "arrivals", 6000, low=100)
     cache_tokens = number(data, "cache_tokens", "plan", 0.0)
@@ -123,6 +125,33 @@ def scenario(data: Mapping[str, Any], folder: Path = Path()) -> Scenario:
         ttft_slo_s=_unit(slo, "ttft", "slo", parse_duration, "10s"),
         tpot_slo_s=_unit(slo, "tpot", "slo", parse_duration, "50ms"),
     )
+
+
+def _with_profiles(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Nodes that name a file of `prefillctl profile` or `decodectl profile`, read; state is theirs if not told."""
+    whole = dict(data)
+    for key in ("own", "remote"):
+        if isinstance(path := data.get(key), str):
+            whole[key] = _read_profile(folder / path, key)
+    nodes = [node for key in ("own", "remote") if isinstance(node := whole.get(key), Mapping)]
+    models = [(m.get("name"), m.get("digest")) for node in nodes if isinstance(m := node.get("model"), Mapping)]
+    if len({digest for _, digest in models}) > 1:
+        named = " and ".join(repr(name) for name, _ in models)
+        raise ValueError(f"own and remote are profiles of different models, {named}: measure both with the same one")
+    known = [node["state"] for node in nodes if "state" in node]
+    if "state" not in whole and known:
+        whole["state"] = known[0]
+    return whole
+
+
+def _read_profile(path: Path, key: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{key}: {path} is no profile: {e}") from e
+    if not isinstance(found, dict):
+        raise ValueError(f"{key}: {path} is no profile: it holds no JSON object but {type(found).__name__}")
+    return found
 
 
 def uncached_lengths(shapes: Sequence[Shape], cache_tokens: float) -> list[int]:

@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         link,
         peers,
         plan,
+        profile,
         reload,
         requests,
         resume,
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
     modules = (
-        *(status, peers, requests, explain, threshold, plan, cache, codec, link),
+        *(status, peers, requests, explain, threshold, profile, plan, cache, codec, link),
         *(config, drain, resume, reload, wait, version),
     )  # fmt: skip
     text = "Talk to a running decoded over its control socket."

@@ -75,7 +75,8 @@ VERB = Verb(
     "threshold, roles and times to expect, from profiles and a workload",
     "Solve the paper's equations for a scenario and simulate it with the router that decoded runs: threshold, split\n"
     "of nodes between prefill and decode, throughput, times, goodput, egress, duty of each stage, and when a remote\n"
-    "site does not pay. No daemon is needed. `decodectl plan --example paper --print-scenario` shows the format.",
+    "site does not pay. No daemon is needed. `decodectl plan --example paper --print-scenario` shows the format;\n"
+    "`own` and `remote` may name files of `decodectl profile --out` and `prefillctl profile --out` instead.",
     _run,
     _arguments,
     False,

@@ -13,9 +13,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if code := refuse_foreign_common("prefillctl"):
         return code
     from common.ctl import run_ctl
-    from prefilld.ctl import cache, config, drain, model, peers, reload, requests, resume, status, version, wait
+    from prefilld.ctl import (
+        cache,
+        config,
+        drain,
+        model,
+        peers,
+        profile,
+        reload,
+        requests,
+        resume,
+        status,
+        version,
+        wait,
+    )
 
-    modules = (status, peers, requests, cache, config, drain, resume, reload, wait, version, model)
+    modules = (status, peers, requests, profile, cache, config, drain, resume, reload, wait, version, model)
     text = "Talk to a running prefilld over its control socket; import models."
     return run_ctl("prefillctl", "prefilld", text, [m.VERB for m in modules], argv)
 

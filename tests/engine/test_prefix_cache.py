@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -304,3 +305,23 @@ async def test_prompt_logprobs_are_always_computed(kitchen, tools):
     for _ in range(2):
         found, expected = await tools.local(cached, request), await tools.local(plain, request)
         assert [e and e.token_id for e in found[0].logprobs] == [e and e.token_id for e in expected[0].logprobs]
+
+
+async def test_who_does_not_use_the_cache_neither_finds_nor_leaves_anything(kitchen, tools):
+    backend = await kitchen.backend(AMPLE)
+    request = tools.request(tools.prompt(150), num_choices=2, max_tokens=70)
+    aside = replace(request, uses_cache=False)
+    _, expected = await run(backend, request, tools)
+    counts, used = backend.cache.counts, dict(backend.cache.books.memory.used)
+    before = replace(counts, stored_bytes=dict(counts.stored_bytes))
+    assert await run(backend, aside, tools) == (0, expected)
+    assert await run(backend, replace(aside, prompt_tokens=tools.prompt(150, seed=7)), tools) != (0, expected)
+    for tokens in (request.prompt_tokens, tools.prompt(150, seed=8)):
+        job = backend.prefill(PrefillTask("p", tokens, uses_cache=False))
+        chunks = [i async for i in job if isinstance(i, ChunkDone)]
+        assert (chunks[0].start, chunks[0].stop, chunks[0].is_cached) == (0, 32, False)
+        job.release()
+        await kept(backend, tools)
+    assert backend.cache.counts == before
+    assert backend.cache.books.memory.used == used
+    assert (await run(backend, request, tools))[0] == 149

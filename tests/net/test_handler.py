@@ -12,13 +12,18 @@ from prometheus_client import CollectorRegistry
 
 from common.errors import PeerError, PeerInvalid, PeerTimeout, PromptTooLong
 from common.fake import FakeExecutor, FakeOptions
+from common.layout import ModelInfo
 from common.local_backend import LocalBackend
 from common.net.options import RemoteRequest
 from common.net.pool import PeerClient, RemotePrefill
 from common.net.remote import RemotePrefill as Remote
 from common.net.server import PrefillServer
 from common.policy.admission import AdmissionController, AdmissionLimits
+from common.policy.costs import PrefillCost
+from common.sched.prefix_index import ROWS
+from common.state_cache import StateCache
 from common.worker import WorkerOptions
+from prefilld.learned import LearnedCost
 from prefilld.metrics import PrefillMetrics
 from prefilld.stream import StreamHandler
 from tests.net.rig import FAST, end, on_uvloop
@@ -51,10 +56,14 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def served(
-    progress_timeout_s: float = 60.0, rate: float = 0.0, max_prompt_tokens: int = 0
+    progress_timeout_s: float = 60.0, rate: float = 0.0, max_prompt_tokens: int = 0, cache_bytes: int = 0
 ) -> AsyncIterator[Served]:
     options = FakeOptions(prefill_tokens_per_s=rate, decode_tokens_per_s=0.0, max_context=CONTEXT, num_layers=2)
-    backend = LocalBackend(lambda: FakeExecutor(options), WorkerOptions(chunk_tokens=64))
+
+    def make_cache(info: ModelInfo) -> StateCache | None:
+        return StateCache(info.layout, {ROWS: cache_bytes}) if cache_bytes else None
+
+    backend = LocalBackend(lambda: FakeExecutor(options), WorkerOptions(chunk_tokens=64), make_cache)
     await backend.start()
     registry = CollectorRegistry()
     handler = StreamHandler(
@@ -173,3 +182,47 @@ async def test_slow_peer_that_takes_something_keeps_its_stream():
         began = time.monotonic()
         await asyncio.wait_for(s.ask(200, name="r2").wait(), 20)
         assert time.monotonic() - began > 0.9
+
+
+@on_uvloop
+async def test_cost_is_learned_of_what_was_computed_alone():
+    """Neither what the cache had, nor prompts that came to nothing; what the receiver has counts if it is computed."""
+    async with served(rate=1000.0, cache_bytes=1 << 28) as s:
+        seen: list[tuple[int, int, float]] = []
+        learned = s.handler.learned.prefilled
+        s.handler.learned.prefilled = lambda *what: (seen.append(what), learned(*what))[1]
+
+        async def ask(name: str, num_tokens: int, start: int = 0) -> None:
+            await s.ask(num_tokens, start, name=name).wait()
+            assert s.handler.backend.cache is not None
+            await s.handler.backend.cache.settle()
+
+        await ask("a", 130, start=100)
+        assert s.handler.learned.load() == {}
+        await ask("b", 130)
+        await ask("c", 400)
+        with pytest.raises(TimeoutError):
+            await s.ask(CONTEXT, deadline_s=0.02, name="d").wait()
+        assert s.handler.learned.load() == {}
+        await ask("e", 500)
+        await s.freed()
+        # Prompts of one rig begin alike: what stays of the cut-off one is found, too.
+        (first, second, third, last) = seen
+        assert [first[:2], second[:2], third[:2]] == [(0, 130), (130, 0), (130, 270)]
+        assert last[0] >= 400 and sum(last[:2]) == 500
+        assert third[2] == pytest.approx(270 / 1000, rel=0.5)
+        load, facts = s.handler.learned.load(), s.handler.learned.facts()
+        assert set(load) == {"prefill_constant_s", "prefill_per_token_s", "prefill_per_square_s"}
+        assert load["prefill_per_token_s"] == facts["per_token_s"]
+        cost = s.handler.learned.cost
+        assert cost is not None and cost.seconds(100, 300) == pytest.approx(300 / 1000, rel=0.5)
+        assert (facts["num_prompts"], facts["has_profile"]) == (3, False)
+
+
+def test_a_profile_is_known_from_the_start_and_learned_on():
+    prior = PrefillCost(0.01, 1e-3, 1e-8)
+    learned = LearnedCost(prior)
+    assert learned.cost == prior and learned.facts()["has_profile"]
+    for _ in range(300):
+        learned.prefilled(0, 1000, 3.0)
+    assert learned.cost is not None and learned.cost.seconds(0, 1000) == pytest.approx(3.0, rel=0.05)

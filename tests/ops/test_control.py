@@ -334,3 +334,73 @@ async def test_too_few_descriptors_for_http_are_said_so(monkeypatch: pytest.Monk
     monkeypatch.setattr(web.AppRunner, "addresses", [])
     with pytest.raises(StartupError, match=r"\(http.port\): [0-9]+ file descriptors \(ulimit -n\) are too few"):
         await bind_http(runner, "127.0.0.1", 0, "http.port")
+
+
+# Long verbs
+
+
+@contextlib.asynccontextmanager
+async def working(path: Path) -> AsyncIterator[dict[str, asyncio.Event]]:
+    """A server whose verbs work until they are told to end."""
+    seen = {name: asyncio.Event() for name in ("begun", "end", "cancelled", "done")}
+
+    async def work(verb: str, _: dict[str, Any]) -> Any:
+        seen["begun"].set()
+        try:
+            await seen["end"].wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)  # it may have something to put in order
+            seen["cancelled"].set()
+            raise
+        seen["done"].set()
+        return verb
+
+    async with serving(path, work):
+        yield seen
+
+
+async def test_a_long_verb_is_given_up_when_the_client_leaves(tmp_path: Path) -> None:
+    path = tmp_path / "c.sock"
+    async with working(path) as seen:
+        _, writer = await asyncio.open_unix_connection(path)
+        writer.write(encode_frame({"verb": "profile"}))
+        await asyncio.wait_for(seen["begun"].wait(), 5)
+        writer.close()
+        await asyncio.wait_for(seen["cancelled"].wait(), 5)
+
+
+async def test_a_long_verb_is_given_up_when_the_daemon_ends(tmp_path: Path) -> None:
+    path = tmp_path / "c.sock"
+    async with working(path) as seen:
+        _, writer = await asyncio.open_unix_connection(path)
+        writer.write(encode_frame({"verb": "link_bench"}))
+        await asyncio.wait_for(seen["begun"].wait(), 5)
+    assert seen["cancelled"].is_set()
+    writer.close()
+
+
+async def test_any_other_verb_is_finished_though_the_client_left(tmp_path: Path) -> None:
+    path = tmp_path / "c.sock"
+    async with working(path) as seen:
+        _, writer = await asyncio.open_unix_connection(path)
+        writer.write(encode_frame({"verb": "reload"}))
+        await asyncio.wait_for(seen["begun"].wait(), 5)
+        writer.close()
+        await asyncio.sleep(0.5)
+        seen["end"].set()
+        await asyncio.wait_for(seen["done"].wait(), 5)
+        assert not seen["cancelled"].is_set()
+
+
+async def test_a_long_verb_answers_a_client_that_has_sent_its_next_request(tmp_path: Path) -> None:
+    path = tmp_path / "c.sock"
+    async with working(path) as seen:
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(encode_frame({"verb": "profile"}) + encode_frame({"verb": "status"}))
+        await asyncio.wait_for(seen["begun"].wait(), 5)
+        await asyncio.sleep(0.3)
+        seen["end"].set()
+        for verb in ("profile", "status"):
+            reply = decode_body(await reader.readexactly(frame_length(await reader.readexactly(4), 1 << 20)))
+            assert reply == {"ok": True, "data": verb}
+        writer.close()

@@ -31,7 +31,7 @@ HEAVY = (
     "uvloop",
     "ssl",
 )
-BOTH = ["status", "peers", "requests", "config", "drain", "resume", "reload", "wait", "version"]
+BOTH = ["status", "peers", "requests", "config", "drain", "resume", "reload", "wait", "version", "profile"]
 VERBS = {"prefilld": [*BOTH, "model"], "decoded": [*BOTH, "explain", "threshold"]}
 
 
@@ -110,6 +110,24 @@ def test_a_verb_without_a_daemon_offers_no_way_to_one() -> None:
 )
 def test_usage_errors_exit_with_2(args: tuple[str, ...]) -> None:
     assert ctl("decoded", *args).returncode == 2
+
+
+@pytest.mark.parametrize(
+    "args",
+    [("--max-tokens", "0"), ("--max-tokens", "1e3"), ("--rows", "1,,4"), ("--rows", "0"), ("--timeout", "30")],
+)
+def test_wrong_options_of_profile_are_usage_errors(args: tuple[str, str]) -> None:
+    done = ctl("decoded", "profile", *args)
+    assert done.returncode == 2
+    assert args[0] in done.stderr
+
+
+def test_a_profile_that_could_not_be_written_is_refused_before_it_is_measured(tmp_path: Path) -> None:
+    for out in (tmp_path, tmp_path / "nowhere" / "p.json"):
+        done = ctl("prefilld", "profile", "--out", str(out), "--socket", str(tmp_path / "no.sock"))
+        assert done.returncode == 1
+        assert f"--out {out} cannot be written: " in done.stderr
+    assert ctl("prefilld", "profile", "--rows", "1").returncode == 2
 
 
 @pytest.mark.parametrize("text", ["-1", "1.5", "INF", "many", "²"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -155,3 +156,77 @@ def test_plans_replay_a_trace_at_the_asked_rate(tmp_path):
     told = simulated(question, solved, "threshold")
     # Evenly spaced at 0.8 of what can be served: answered at about the rate at which they come.
     assert told["throughput_rps"] == pytest.approx(0.8 * solved.throughput_rps, rel=0.05)
+
+
+def measured(name: str, model: str = "d", **changes):
+    """As `profile --out` writes it."""
+    return {
+        "name": name,
+        "model": {"name": "m", "digest": model},
+        "state": {"fixed_bytes": 1000, "bytes_per_token": 50},
+        "prefill": {"points": [[64, 0.1], [1024, 1.0]], "constant_s": 0.05, "per_token_s": 9e-4, "per_square_s": 1e-8},
+        "decode": {"base_s": 0.02, "per_row_s": 1e-3, "per_context_s": 1e-7, "max_rows": 8},
+        "measured": {"prefill": []},
+        **changes,
+    }
+
+
+def with_files(folder, own, remote):
+    for name, data in (("own", own), ("remote", remote)):
+        (folder / f"{name}.json").write_text(data if isinstance(data, str) else json.dumps(data))
+    data = {key: value for key, value in PAPER.items() if key != "state"}
+    return data | {"own": "own.json", "remote": "remote.json"}
+
+
+def test_profiles_may_be_named_by_their_files(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(with_files(tmp_path, measured("here"), measured("there", decode=None))))
+    question = scenario(json.loads(file.read_text()), tmp_path)
+    assert (question.own.name, question.remote.name) == ("here", "there")
+    assert (question.state.fixed_bytes, question.state.bytes_per_token) == (1000, 50)
+    assert question.own.prefill(1024) == pytest.approx(1.0)
+    # Behind the points the cost goes on, with its square.
+    grown = question.own.cost().seconds(0, 64_000) - question.own.cost().seconds(0, 1024)
+    assert question.own.prefill(64_000) == pytest.approx(1.0 + grown, rel=0.02)
+    assert main(["plan", str(file), "--no-simulation", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["closed_form"]["prfaas"]["throughput_rps"] > 0
+
+
+def test_the_documented_scenario_is_one(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+    (block,) = [part for part in text.split("```json\n")[1:] if part.startswith('{"own": "own.json"')]
+    with_files(tmp_path, measured("here"), measured("there", decode=None))
+    assert scenario(json.loads(block.split("```")[0]), tmp_path).num_own == 2
+
+
+def test_state_that_is_told_counts_before_the_profiles(tmp_path):
+    data = with_files(tmp_path, measured("here"), measured("there")) | {"state": {"bytes_per_token": 7}}
+    assert scenario(data, tmp_path).state.bytes_per_token == 7
+
+
+@pytest.mark.parametrize(
+    ("own", "remote", "why"),
+    [
+        (
+            measured("here"),
+            measured("there", model="e"),
+            "own and remote are profiles of different models, 'm' and 'm'",
+        ),
+        (measured("here", decode=None), measured("there"), "own.decode is missing"),
+        ("{", measured("there"), "own.json is no profile: "),
+        ("[1]", measured("there"), "own.json is no profile: it holds no JSON object but list"),
+        (measured("here"), "[" * 100_000, "remote.json is no profile: "),
+        (measured("here", state={}), measured("there"), "state.bytes_per_token must be a number"),
+    ],
+)
+def test_files_that_do_not_fit_are_named(tmp_path, own, remote, why):
+    with pytest.raises(ValueError) as e:
+        scenario(with_files(tmp_path, own, remote), tmp_path)
+    assert why in str(e.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(PAPER | {"own": "nothing.json"}))
+    assert main(["plan", str(file)]) == 2
+    assert "nothing.json" in capsys.readouterr().err

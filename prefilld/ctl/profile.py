@@ -1,0 +1,5 @@
+"""`prefillctl profile`"""
+
+from common import ctl_profile
+
+VERB = ctl_profile.profile("prefilld", decodes=False)
