@@ -25,6 +25,7 @@ from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.fallback import FallbackBudget
 from common.policy.slo import SloTargets
 from common.profiler import Node, Profiler
+from common.profiles import load_profile
 from common.release import version
 from common.text.tokenizer import Tokenizer
 from common.wire.quantise import LOSSY
@@ -44,6 +45,7 @@ from decoded.api.contract import ApiSettings
 from decoded.config import DecodeConfig
 from decoded.dispatch import Dispatcher
 from decoded.fakepeer import WARNING, FakePrefilld
+from decoded.learned import Learned
 from decoded.metrics import DecodeMetrics
 from decoded.peers import PeerSet
 from decoded.probing import PathProber
@@ -112,6 +114,7 @@ class DecodeService:
         self.peers = PeerSet(end, config, self.decode_metrics, self.trace)
         self._prober = PathProber(self.peers.clients, self.decode_metrics, lambda: self.config.routing.probe_interval)
         self.dispatcher = self._make_dispatcher()
+        self.dispatcher.router.learned = Learned(load_profile(config.node.state_dir, self.backend.info))
         self.dispatcher.directory, self.dispatcher.trace = self.peers.directory, self.trace
         self._replicator = Replicator(self.dispatcher, lambda: self.config.routing.replicate_share)
         self.profiler = self._make_profiler()

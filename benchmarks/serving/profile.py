@@ -35,6 +35,7 @@ class Measured:
         decode: seconds of a step of a batch; `context` is the prompt length of a row at which nothing else was seen.
         slowdown, stretch: how many times as long local prefill takes beside running streams, and their steps meanwhile.
         remote_lead_s, own_lead_s: what a request takes until its first token beside computing, sending and one step.
+        import_s_per_byte: what taking in a raw byte of state costs streams at decoded.
         link_bps: what state crosses the emulated link at; `rtt_s` its round trip.
     """
 
@@ -50,6 +51,7 @@ class Measured:
     link_bps: float
     rtt_s: float
     max_rows: int
+    import_s_per_byte: float
 
     @property
     def remote(self) -> NodeProfile:
@@ -84,12 +86,14 @@ def measure(site: Site, prompts: Prompts, ladder: Sequence[int], repeats: int = 
     state, ratio = _state(there)
     remote, own = (_points(answers) for answers in (there, here))
     slowdown, stretch = _mixed(site, prompts, ladder[len(ladder) // 2], Curve(own), decode)
+    import_s = _import_s_per_byte(site, prompts, ladder[-1] // 2, (Curve(remote), Curve(own)), decode)
     leads = [_lead_s(answers, decode) for answers in (there, here)]
     site.use(FAR)
     link_bps = site.link_bps("far")
     return Measured(
-        remote, own, decode, slowdown, stretch, state, ratio, *leads, link_bps, site.rtt_s, site.hardware.max_batch
-    )
+        remote, own, decode, slowdown, stretch, state, ratio, *leads, link_bps, site.rtt_s, site.hardware.max_batch,
+        import_s,
+    )  # fmt: skip
 
 
 def _ask(site: Site, asks: Sequence[Ask]) -> list[Answer]:
@@ -157,6 +161,25 @@ def _mixed(site: Site, prompts: Prompts, length: int, own: Curve, decode: Decode
         raise RuntimeError("the streams beside which a prompt was computed ended before it")
     stretch = statistics.median(meanwhile) / statistics.median(before)
     return max(1.0, late.timing["prefill_s"] / own(length - 1)), max(1.0, stretch)
+
+
+def _import_s_per_byte(
+    site: Site, prompts: Prompts, length: int, sides: tuple[Curve, Curve], decode: DecodeCost
+) -> float:
+    """By how much streams are late after the state of a prompt has come, for each raw byte of it."""
+    remote, own = sides
+    starts_s = 2 * MIXED_ROWS * own(ROW_PROMPT) + QUIET_STEPS * decode.step_s(MIXED_ROWS)
+    num_output = 3 * QUIET_STEPS + math.ceil((starts_s + 3 * remote(length)) / decode.step_s(MIXED_ROWS))
+    asks = [Ask(prompts(ROW_PROMPT), num_output, 0.0, "local") for _ in range(MIXED_ROWS)]
+    *streams, late = _together(site, [*asks, Ask(prompts(length), 2, starts_s, "remote")])
+    if min(a.done_at for a in streams) < late.first_token_at:
+        raise RuntimeError("the streams beside which state was taken in ended before it")
+    lost = []
+    for stream in streams:
+        before = statistics.median(_gaps([stream], 0.0, late.arrived_at))
+        meanwhile = _gaps([stream], late.arrived_at, late.first_token_at)
+        lost.append(sum(meanwhile) - before * len(meanwhile))
+    return max(0.0, statistics.median(lost)) / late.report["raw_bytes"]
 
 
 def _state(there: Sequence[Answer]) -> tuple[StateSize, float]:

@@ -140,6 +140,11 @@ class Cluster:
 
     def _chunk_sent(self, request: SimRequest, ends_at: float, num_bytes: float) -> None:
         self.beliefs.promised[request.node] -= num_bytes
+        if lost_s := self.deployment.import_s_per_byte * num_bytes / self.deployment.codec_ratio:
+            place = request.number % len(self.hardware.decode)
+            self.hardware.decode[place].lose(lost_s)
+            if self.hardware.mixed:
+                self.hardware.mixed[place].lose(lost_s)
         if self.loop.now < ends_at:
             self.loop.at(ends_at, self._chunk_arrived, request)
         else:

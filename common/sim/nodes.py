@@ -19,6 +19,8 @@ from common.sched.turns import Turns
 from common.sim.loop import Loop
 from common.sim.workload import SimRequest
 
+# Of a chunk that is mixed into decode steps: whether there are rows is looked at anew so often.
+MIXED_TOKENS = 32
 ChunkStarts = Callable[[SimRequest, int, float, bool], None]
 
 
@@ -57,6 +59,7 @@ class PrefillNode:
         self._turns = Turns()
         self._num_jobs = 0
         self._is_busy = False
+        self._lost_s = 0.0
         self.slowdown: Callable[[], float] | None = None
         self.busy_s = 0.0
         self.num_queued_tokens = 0
@@ -76,6 +79,11 @@ class PrefillNode:
         else:
             self._admit()
 
+    def lose(self, seconds: float) -> None:
+        """Its processor does something else for so long: the next chunk ends later."""
+        if self._is_busy:
+            self._lost_s += seconds
+
     def _admit(self) -> None:
         while self._waiting and len(self._sharing) < self.max_sharing:
             self._sharing.append(self._waiting.popleft())
@@ -87,9 +95,10 @@ class PrefillNode:
         if job is None:
             self._is_busy = False
             return
-        end = min(job.stop, job.start + self.chunk_tokens)
-        took_s = self.seconds(job.start, end) + (0.0 if job.has_begun else self._constant_s)
-        took_s *= self.slowdown() if self.slowdown is not None else 1.0
+        slow = self.slowdown() if self.slowdown is not None else 1.0
+        end = min(job.stop, job.start + (self.chunk_tokens if slow == 1.0 else min(MIXED_TOKENS, self.chunk_tokens)))
+        took_s = slow * (self.seconds(job.start, end) + (0.0 if job.has_begun else self._constant_s)) + self._lost_s
+        self._lost_s = 0.0
         self.busy_s += took_s
         ends_at, is_last, num_tokens = self._loop.now + took_s, end == job.stop, end - job.start
         job.start, job.has_begun = end, True
@@ -149,6 +158,13 @@ class DecodeNode:
         self.stretch = stretch
         self._wake()
 
+    def lose(self, seconds: float) -> None:
+        """Its processor does something else for so long: no row gets on."""
+        if self._rows:
+            self._advance()
+            self._at = max(self._at, self._loop.now) + seconds
+            self._wake()
+
     def join(self, request: SimRequest) -> None:
         """A prompt is ready for its last token."""
         if self._loop.now < self._free_at:
@@ -165,9 +181,11 @@ class DecodeNode:
         self._context += request.num_prompt
         heappush(self._rows, (self._tokens + request.num_output, self._count, request))
         # The first token is one step away, and steps hardly change within one: no event is needed.
-        request.first_token_at = self._loop.now + self.step_s
+        request.first_token_at = max(self._loop.now, self._at) + self.step_s
 
     def _advance(self) -> None:
+        if self._loop.now < self._at:  # what was lost is not over
+            return
         passed, self._at = self._loop.now - self._at, self._loop.now
         num = len(self._rows)
         if num and passed > 0:
@@ -193,7 +211,7 @@ class DecodeNode:
         self._version += 1
         if self._rows:
             left = max(0.0, self._rows[0][0] - self._tokens)
-            self._loop.at(self._loop.now + self._seconds_for(left), self._finish, self._version)
+            self._loop.at(max(self._loop.now, self._at) + self._seconds_for(left), self._finish, self._version)
 
     def _finish(self, version: int) -> None:
         if version != self._version:

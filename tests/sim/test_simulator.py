@@ -403,3 +403,14 @@ def test_a_newcomer_waits_for_the_end_of_a_chunk_that_has_a_step_of_its_own():
     # And what is computed beside its row takes as long as was measured.
     _, slow = run([one(301), one(501, number=1)], threshold=400.0, measured_slowdown=5.0, **facts)
     assert slow[0].first_token_at > done[0].first_token_at
+
+
+def test_taking_in_state_keeps_decoded_from_everything_else():
+    facts = {"num_prefill": 0, "does_local_prefill": True, "chunk_tokens": 100, "egress_bps": 8e12, "rtt_s": 0.0}
+    requests = [(301, 0), (501, 1)]
+    cluster, free = run([one(n, number=k) for n, k in requests], threshold=400.0, **facts)
+    per_byte = 1.0 / (500 * cluster.deployment.state.bytes_per_token)
+    _, dear = run([one(n, number=k) for n, k in requests], threshold=400.0, import_s_per_byte=per_byte, **facts)
+    # A second in all, in which neither the local prompt nor any token gets on.
+    assert dear[0].first_token_at - free[0].first_token_at == pytest.approx(1.0, rel=0.2)
+    assert 0.5 < dear[0].done_at - free[0].done_at < 1.6
