@@ -16,6 +16,8 @@ export PYTHONUNBUFFERED = 1
 MARKS := not slow$(shell [ "$$(id -u)" = 0 ] && [ -c /dev/net/tun ] || echo ' and not wan')
 ALL_MARKS := $(shell [ "$$(id -u)" = 0 ] && [ -c /dev/net/tun ] || echo 'not wan')
 PYTEST := $(BIN)/python -m pytest
+# These only compute, and do so in two processes; the others measure times, or start daemons on cores of their own.
+TWO_AT_A_TIME := tests/api tests/engine tests/policy tests/sched tests/sim tests/wire
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model models tiny-hybrid demo test test-all check bench bench-engine bench-lag bench-overload bench-transport bench-serving bench-codecs clean bench-paper
@@ -49,7 +51,10 @@ demo: model ## start both daemons on this machine and send them a short and a lo
 	@$(BIN)/python -m benchmarks.demo $(ARGS)
 
 test: models ## the default test suite (up to 25 minutes; fetches Gemma 3 too: Google's Gemma terms)
-	$(PYTEST) -m '$(MARKS)' $(ARGS)
+	@status=0; set -x; \
+	$(PYTEST) -n 2 --dist loadfile -m '$(MARKS)' $(ARGS) $(TWO_AT_A_TIME) || status=1; \
+	$(PYTEST) -m '$(MARKS)' $(ARGS) $(addprefix --ignore=,$(TWO_AT_A_TIME)) || status=1; \
+	exit $$status
 
 test-all: models ## every test, the long lists too
 	$(PYTEST) -m '$(ALL_MARKS)' $(ARGS)
