@@ -41,7 +41,12 @@ class LimitsConfig(Section):
     max_running_requests: int = key(
         16, "Requests whose chunks take turns. More share the engine finer and hold more state.", ge=1, le=4096
     )
-    max_queued_requests: int = key(64, "Requests waiting for a turn.", ge=0, le=1 << 20)
+    max_queued_requests: int = key(
+        64,
+        "Requests waiting for a turn. decodeds (by node.name) take turns, and one alone gets 8/9 of that room at most.",
+        ge=0,
+        le=1 << 20,
+    )
     max_queued_tokens: int = key(
         200_000, "Uncached prompt tokens waiting: divided by the prefill speed it is the longest wait.", ge=0
     )

@@ -12,6 +12,7 @@ _BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120
 OUTCOMES = ("ok", "cancelled", "refused", "lost", "timeout", "error")
 GATES = (
     "queued_requests",
+    "tenant_requests",
     "queued_tokens",
     "state_bytes",
     "prompt_tokens",

@@ -287,7 +287,9 @@ class StreamHandler:
         elif too_long := self._too_long(record.num_tokens):
             gate, error = "prompt_tokens", PromptTooLong(too_long)
         else:
-            demand = Demand(record.key, record.num_tokens, self.backend.state_bytes(record.num_tokens))
+            state_bytes = self.backend.state_bytes(record.num_tokens)
+            # decodeds take turns: a flood of one fills its own part of the queue.
+            demand = Demand(record.key, record.num_tokens, state_bytes, tenant=record.peer)
             try:
                 is_running = self.admission.offer(demand) == "running"
             except Overloaded as e:

@@ -238,7 +238,8 @@ class AdmissionController:
             return self._shed("queued_requests", num, room, "max_queued_requests", queue)
         num_own = queue.tenants.num_of(demand.tenant)
         if demand.tenant and num_own >= (most := TENANT_SHARE * (room - num)):
-            return self._shed("tenant_requests", num_own, most, "max_queued_requests", queue)
+            why = f", {TENANT_SHARE} times the room left"
+            return self._shed("tenant_requests", num_own, most, "max_queued_requests", queue, why)
         tokens, max_tokens = queue.num_tokens + demand.num_prompt_tokens, _part(open_share, limits.max_queued_tokens)
         # An empty queue takes any prompt that fits in memory, or a long one could never be served.
         if num and tokens > max_tokens:
@@ -293,11 +294,11 @@ class AdmissionController:
     def _misses_of(self, demand: Demand) -> Misses:
         return self._misses.setdefault(self.queue.class_of(demand.service_class).facts.name, Misses())
 
-    def _shed(self, gate: str, value: int, limit: float, key: str, queue: ClassQueue) -> Overloaded:
+    def _shed(self, gate: str, value: int, limit: float, key: str, queue: ClassQueue, why: str = "") -> Overloaded:
         setting = f"{self.limits.section}.{key}"
         of_class = f" of class {queue.facts.name}" if len(self.queue.classes) > 1 else ""
         return Overloaded(
-            f"refused by gate {gate}: {value} against a limit of {limit:g}{of_class} ({setting}); retry later",
+            f"refused by gate {gate}: {value} against a limit of {limit:g}{of_class}{why} ({setting}); retry later",
             gate=gate,
             value=value,
             limit=limit,

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from common.errors import PeerError, PeerInvalid, PeerTimeout, PromptTooLong
+from common.errors import PeerError, PeerInvalid, PeerShed, PeerTimeout, PromptTooLong
 from common.fake import FakeExecutor, FakeOptions
 from common.layout import ModelInfo
 from common.local_backend import LocalBackend
@@ -30,6 +31,7 @@ from tests.net.rig import FAST, end, on_uvloop
 from tests.wire.kit import Sink
 
 CONTEXT = 512
+LIMITS = AdmissionLimits(4, 4, 1 << 20, 1 << 30, section="limits")
 
 
 class Served:
@@ -40,9 +42,16 @@ class Served:
     ) -> None:
         self.handler, self.server, self.client, self.registry = handler, server, client, registry
 
-    def ask(self, num_tokens: int, start: int = 0, deadline_s: float | None = None, name: str = "r1") -> RemotePrefill:
+    def ask(
+        self,
+        num_tokens: int,
+        start: int = 0,
+        deadline_s: float | None = None,
+        name: str = "r1",
+        client: PeerClient | None = None,
+    ) -> RemotePrefill:
         request = RemoteRequest(name, [1] * num_tokens, start, deadline_s=deadline_s, codecs=("raw",))
-        return self.client.prefill(request, Sink(self.handler.backend.info.layout, num_tokens))
+        return (client or self.client).prefill(request, Sink(self.handler.backend.info.layout, num_tokens))
 
     def count(self, metric: str, **labels: str) -> float:
         return self.registry.get_sample_value(metric, labels) or 0.0
@@ -56,7 +65,11 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def served(
-    progress_timeout_s: float = 60.0, rate: float = 0.0, max_prompt_tokens: int = 0, cache_bytes: int = 0
+    progress_timeout_s: float = 60.0,
+    rate: float = 0.0,
+    max_prompt_tokens: int = 0,
+    cache_bytes: int = 0,
+    limits: AdmissionLimits = LIMITS,
 ) -> AsyncIterator[Served]:
     options = FakeOptions(prefill_tokens_per_s=rate, decode_tokens_per_s=0.0, max_context=CONTEXT, num_layers=2)
 
@@ -68,7 +81,7 @@ async def served(
     registry = CollectorRegistry()
     handler = StreamHandler(
         backend,
-        AdmissionController(AdmissionLimits(4, 4, 1 << 20, 1 << 30, section="limits")),
+        AdmissionController(limits),
         PrefillMetrics(registry),
         max_staged_bytes=1 << 20,
         max_prompt_tokens=max_prompt_tokens,
@@ -76,17 +89,26 @@ async def served(
     )
     server = PrefillServer(end("prefill", info=backend.info), FAST, handler)
     await server.start("127.0.0.1", 0)
-    client = PeerClient("p", "127.0.0.1", server.port, local=end("decode", info=backend.info), options=FAST)
-    ready = asyncio.Event()
+    try:
+        async with connected(server, backend, "d") as client:
+            yield Served(handler, server, client, registry)
+    finally:
+        await server.close()
+        await backend.close()
+
+
+@contextlib.asynccontextmanager
+async def connected(server: PrefillServer, backend: LocalBackend, name: str) -> AsyncIterator[PeerClient]:
+    """A decoded of that name, ready."""
+    local = end("decode", instance=f"{name}-1", info=backend.info, name=name)
+    client, ready = PeerClient("p", "127.0.0.1", server.port, local=local, options=FAST), asyncio.Event()
     client.on_state = lambda c: c.state == "ready" and ready.set()
     await client.start()
     try:
         await asyncio.wait_for(ready.wait(), 5)
-        yield Served(handler, server, client, registry)
+        yield client
     finally:
         await client.close()
-        await server.close()
-        await backend.close()
 
 
 async def refusal(prefill: RemotePrefill) -> PeerError:
@@ -130,6 +152,48 @@ async def test_deadline_holds_at_the_prefill_peer_too(monkeypatch):
         await s.freed()
         assert s.count("prfaas_prefills_total", outcome="timeout") == 1
         await s.ask(100, deadline_s=5.0, name="r2").wait()
+
+
+@on_uvloop
+async def test_decodeds_take_turns_so_that_a_flood_of_one_does_not_starve_another():
+    limits = replace(LIMITS, max_running_requests=1, max_queued_requests=40)
+    async with served(rate=20000.0, limits=limits) as s, connected(s.server, s.handler.backend, "e") as other:
+        order: list[str] = []
+
+        async def finish(prefill: RemotePrefill, name: str) -> None:
+            await prefill.wait()
+            order.append(name)
+
+        flood = [finish(s.ask(300, name=f"flood{n}"), f"flood{n}") for n in range(30)]
+        waiting = [asyncio.ensure_future(each) for each in flood]
+        while len(s.handler.active) < 30:
+            await asyncio.sleep(0.005)
+        num_before = len(order)
+        few = [finish(s.ask(300, name=f"few{n}", client=other), f"few{n}") for n in range(3)]
+        await asyncio.wait_for(asyncio.gather(*few), 10)
+        # Of the flood: what ran or had been sent already, and its turn before each of the others'.
+        assert len(order) - num_before <= 3 + 5 and len(order) < 20, order
+        await asyncio.wait_for(asyncio.gather(*waiting), 20)
+        assert [name for name in order if name.startswith("flood")] == [f"flood{n}" for n in range(30)]
+
+
+@on_uvloop
+async def test_one_decoded_cannot_fill_the_queue_of_all():
+    limits = replace(LIMITS, max_running_requests=1, max_queued_requests=18)
+    async with served(rate=300.0, limits=limits) as s, connected(s.server, s.handler.backend, "e") as other:
+        flood = [s.ask(200, name=f"flood{n}") for n in range(18)]  # one runs, 16 wait
+        error = await refusal(flood[-1])
+        assert isinstance(error, PeerShed)
+        told = "gate tenant_requests: 16 against a limit of 16, 8 times the room left (limits.max_queued_requests)"
+        assert told in str(error)
+        assert s.count("prfaas_refused_total", gate="tenant_requests") == 1
+        newcomer = s.ask(10, name="newcomer", client=other)
+        while not newcomer.progress.accepted_at:
+            await asyncio.sleep(0.005)
+        assert {r.peer for r in s.handler.active.values()} == {"d", "e"}
+        for prefill in (*flood[:-1], newcomer):
+            prefill.cancel()
+        await s.freed()
 
 
 def never_acks(s: Served) -> None:
