@@ -26,6 +26,7 @@ from decoded.api.errors import RequestRefused, error_body, error_headers, http_s
 from decoded.api.generate import SUBMITTED, Generator
 from decoded.api.shapes import dumps
 from decoded.api.stream import SERVED
+from decoded.api.turns import TurnMemory
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -59,7 +60,7 @@ def make_app(
         app.on_response_prepare.append(_warn(settings.warning))
     preparer = Preparer(tokenizer, settings)
     app.on_cleanup.append(lambda _: preparer.close())
-    generator = Generator(dispatcher, tokenizer, settings, preparer)
+    generator = Generator(dispatcher, tokenizer, settings, preparer, _turn_memory(registry, preparer))
     pages = _Pages(dispatcher, registry, has_chat=tokenizer.has_chat_template)
     for path, handler in zip(GENERATING, (generator.completions, generator.chat), strict=True):
         app.router.add_post(path, handler)
@@ -70,6 +71,19 @@ def make_app(
     app.router.add_get("/metrics", pages.metrics)
     app.router.add_get("/version", pages.version)
     return app
+
+
+def _turn_memory(registry: CollectorRegistry, preparer: Preparer) -> TurnMemory:
+    counter = Counter(
+        "prfaas_template_continuations_total",
+        "Chat requests that continue a conversation that was answered here, by whether their prompt begins with the"
+        " tokens computed for it (same) or not (diverged: what is cached of it is of use in part). One per request.",
+        ["result"],
+        registry=registry,
+    )
+    for result in ("same", "diverged"):
+        counter.labels(result)
+    return TurnMemory(counter, preparer.threads)
 
 
 def make_runner(app: web.Application, **options: Any) -> web.AppRunner:

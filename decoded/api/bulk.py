@@ -25,6 +25,7 @@ from decoded.api.errors import RequestRefused
 from decoded.api.prepare import Prepared, prepare
 from decoded.api.prompts import Prompt
 from decoded.api.schema import Kind, Limits, parse_params
+from decoded.api.turns import Turn
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -131,7 +132,10 @@ def pack_prepared(prepared: Prepared) -> tuple[dict[str, Any], bytes]:
     tokens = array("I")
     for prompt in prepared.prompts:
         tokens.extend(prompt.tokens)
-    return {"rest": prepared.rest, "is_list": prepared.is_list, "prompts": prompts}, tokens.tobytes()
+    turn = prepared.turn
+    digests = turn and (turn.conversation.hex(), turn.before and turn.before.hex())
+    facts = {"rest": prepared.rest, "is_list": prepared.is_list, "prompts": prompts, "turn": digests}
+    return facts, tokens.tobytes()
 
 
 def pack_error(error: InvalidRequest) -> dict[str, Any]:
@@ -156,7 +160,11 @@ def unpack_prepared(kind: Kind, reply: dict[str, Any], raw: bytes, limits: Limit
         prompts.append(Prompt(tuple(tokens[start:stop]), entry["text"], entry["num_added"]))
         start = stop
     params = parse_params(kind, reply["rest"], limits)
-    return Prepared(params, tuple(prompts), reply["is_list"], reply["rest"])
+    turn = None
+    if reply["turn"] is not None:
+        conversation, before = reply["turn"]
+        turn = Turn(bytes.fromhex(conversation), bytes.fromhex(before) if before else None, raw)
+    return Prepared(params, tuple(prompts), reply["is_list"], reply["rest"], turn)
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

@@ -5,6 +5,7 @@ Knows neither HTTP nor response shapes. Fed by fanout.py, emptied by the streami
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -45,7 +46,7 @@ class Choice:
     prompt: Prompt
     params: Params
     tokenizer: Tokenizer
-    num_tokens: int = 0
+    tokens: array[int] = field(default_factory=lambda: array("I"))
     finish: Finish | None = None
     _texts: list[str] = field(default_factory=list)
     _entries: list[LogprobEntry] = field(default_factory=list)
@@ -83,7 +84,7 @@ class Choice:
         if self.params.max_tokens == 0:  # echo alone: the engine's one token is not part of the answer
             self.finish = "length"
             return False
-        self.num_tokens += 1
+        self.tokens.append(output.token_id)
         delta = self._detokenizer.add(output.token_id)
         if output.finish_reason is not None:
             delta += self._detokenizer.flush()
@@ -97,6 +98,11 @@ class Choice:
             self._texts.append(self._stops.flush())
             self.finish = "length" if output.finish_reason == "length" else "stop"
         return is_stopped and output.finish_reason is None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens)
 
     @property
     def num_entries(self) -> int:

@@ -8,7 +8,7 @@ Knows no HTTP. Used by stream.py and app.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from common.errors import PdError, RequestFailed
@@ -22,8 +22,14 @@ from decoded.api.prepare import Prepared
 class Fanout:
     """The running generations of one HTTP request. Use as an async context manager: leaving it cancels the rest."""
 
-    def __init__(self, prepared: Prepared, active: Sequence[ActiveRequest], tokenizer: Tokenizer) -> None:
-        self.prepared = prepared
+    def __init__(
+        self,
+        prepared: Prepared,
+        active: Sequence[ActiveRequest],
+        tokenizer: Tokenizer,
+        on_finish: Callable[[Choice], None] | None = None,
+    ) -> None:
+        self.prepared, self._on_finish = prepared, on_finish
         self.changed = asyncio.Event()
         self.error: PdError | None = None
         self._active = list(active)
@@ -97,6 +103,8 @@ class Fanout:
                     active.cancel(output.choice)
                 if was_open and choice.finish is not None:
                     self._num_open -= 1
+                    if self._on_finish is not None:
+                        self._on_finish(choice)
                 self.changed.set()
             if any(choice.finish is None for choice in choices):
                 raise RequestFailed("The generation ended before its last token.")

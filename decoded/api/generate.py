@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -17,6 +18,7 @@ from common.text.tokenizer import Tokenizer
 from decoded.api.auth import KEY_CLASS, REQUEST_ID, TENANT, read_request_id
 from decoded.api.bulk import Preparer
 from decoded.api.chat import ChatShape
+from decoded.api.choices import Choice
 from decoded.api.completions import CompletionShape
 from decoded.api.contract import ActiveRequest, ApiSettings, Dispatcher
 from decoded.api.errors import RequestRefused
@@ -26,6 +28,7 @@ from decoded.api.prompts import resolve_sampling
 from decoded.api.schema import Kind, Limits
 from decoded.api.shapes import Head, Shape, prfaas_object
 from decoded.api.stream import ClientWatch, EventStream
+from decoded.api.turns import TurnMemory
 
 SUBMITTED = web.RequestKey("submitted", bool)
 """Set once the dispatcher has the prompts: from then on it counts what becomes of them."""
@@ -50,9 +53,16 @@ class Asked:
 class Generator:
     """Serves /v1/completions and /v1/chat/completions."""
 
-    def __init__(self, dispatcher: Dispatcher, tokenizer: Tokenizer, settings: ApiSettings, preparer: Preparer) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokenizer: Tokenizer,
+        settings: ApiSettings,
+        preparer: Preparer,
+        turns: TurnMemory,
+    ) -> None:
         self._dispatcher, self._tokenizer, self._preparer = dispatcher, tokenizer, preparer
-        self._settings = settings
+        self._settings, self._turns = settings, turns
         self._in_flight: set[str] = set()
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -84,10 +94,18 @@ class Generator:
         request[SUBMITTED] = True
         try:
             active = self._submit(requests, asked.arrived_at)
-            async with Fanout(prepared, active, self._tokenizer) as fanout:
+            async with Fanout(prepared, active, self._tokenizer, self._follow(asked, prepared)) as fanout:
                 return await self._answer(request, asked, fanout)
         finally:
             self._in_flight -= ids
+
+    def _follow(self, asked: Asked, prepared: Prepared) -> Callable[[Choice], None] | None:
+        """What a chat was submitted for is remembered when it has come to its end."""
+        turn = prepared.turn
+        if turn is None:
+            return None
+        self._turns.asked(asked.tenant, turn, asked.request_id)
+        return lambda choice: self._turns.answered(asked.tenant, turn, choice.tokens)
 
     async def _answer(self, request: web.Request, asked: Asked, fanout: Fanout) -> web.StreamResponse:
         params = fanout.prepared.params

@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 from common.text.tokenizer import Tokenizer
 from decoded.api.errors import RequestRefused
 from decoded.api.fields import show
-from decoded.api.prompts import Prompt, chat_source, completion_sources, encode
+from decoded.api.prompts import Prompt, Source, chat_source, completion_sources, encode
 from decoded.api.schema import Kind, Limits, Params, parse_params
+from decoded.api.turns import Turn, turn_of
 
 _PROMPT_FIELD: dict[Kind, str] = {"completions": "prompt", "chat": "messages"}
 
@@ -27,6 +28,8 @@ class Prepared:
     prompts: tuple[Prompt, ...]
     is_list: bool
     rest: dict[str, Any]
+    turn: Turn | None = None
+    """Of a chat: for the memory of turns."""
 
 
 def prepare(kind: Kind, body: bytes, limits: Limits, tokenizer: Tokenizer) -> Prepared:
@@ -48,8 +51,10 @@ def _prepare(kind: Kind, body: bytes, limits: Limits, tokenizer: Tokenizer) -> P
     params = parse_params(kind, rest, limits)
     if value is None:
         raise RequestRefused(f"The required parameter {name} is missing.", name, "missing_required_parameter")
-    if kind == "chat":
-        sources, is_list = [chat_source(value)], False
+    messages = chat_source(value) if kind == "chat" else None
+    if messages is not None:
+        sources: list[Source] = [messages]
+        is_list = False
     else:
         sources, is_list = completion_sources(value, limits)
     num_sequences = len(sources) * params.num_choices
@@ -61,7 +66,8 @@ def _prepare(kind: Kind, body: bytes, limits: Limits, tokenizer: Tokenizer) -> P
             "invalid_value",
         )
     prompts = tuple(encode(source, params, limits, tokenizer) for source in sources)
-    return Prepared(params, prompts, is_list, rest)
+    turn = turn_of(messages, prompts[0].tokens) if messages is not None else None
+    return Prepared(params, prompts, is_list, rest, turn)
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:

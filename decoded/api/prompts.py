@@ -65,7 +65,7 @@ def completion_sources(value: Any, limits: Limits) -> tuple[list[Source], bool]:
     return sources, True
 
 
-def chat_source(value: Any) -> Source:
+def chat_source(value: Any) -> list[dict[str, Any]]:
     """The messages of a chat request, contents flattened to strings.
 
     Raises:
