@@ -45,6 +45,8 @@ class PeerSet:
         for client in leaving:
             log.info("leaving peer", extra={"peer": client.name})
             client.on_state = client.on_lost = client.on_refused = client.on_cache = None
+            # Not when it is closed: another one may have its name by then.
+            self.directory.forget(client.name)
         # In two steps: a client that leaves is in nobody's sight, and a new one is before anything is awaited.
         self._clients = {peer: self._clients.get(peer) or self._make(peer) for peer in peers}
         for client in self.clients():
@@ -54,7 +56,6 @@ class PeerSet:
             await client.close()
             if client.name not in {c.name for c in self.clients()}:
                 self._metrics.peer_ready.remove(client.name)
-                self.directory.forget(client.name)
                 self._warned.pop(client.name, None)
 
     def facts(self) -> list[dict[str, object]]:

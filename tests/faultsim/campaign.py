@@ -12,13 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.faultsim.faults import KINDS
+from tests.faultsim.faults import CACHE_KINDS, KINDS
 from tests.faultsim.scenario import Result, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FAILURES = 5
 REQUIRED = (
-    *(f"fault: {kind}" for kind in dict.fromkeys(KINDS)),
+    *(f"fault: {kind}" for kind in dict.fromkeys(KINDS + CACHE_KINDS)),
     *(f"outcome: bare {o}" for o in ("ok", "LinkLost", "PeerCancelled", "PeerDraining", "PeerInvalid", "PeerShed")),
     *(f"outcome: bare {o}" for o in ("PeerTimeout", "RequestDamaged", "StaleHandle", "TransferIncomplete")),
     *(f"outcome: whole {o}" for o in ("ok", "cancelled", "NoPeer", "Draining")),
@@ -29,8 +29,15 @@ REQUIRED = (
     *(f"path: traced {event}" for event in ("segment_ready", "segment_encoded", "piece_written", "segment_acked")),
     "outcome: bare TransferTimeout",
     "path: a silent drop noticed by heartbeat",
+    "path: a decoded is told anew what a cache holds",
+    "path: a full cache gave something up",
     "path: a verified prefix is left of a failure",
     "path: a pushed prefix was taken",
+    "path: a pushed prefix was taken behind what was cached",
+    "path: found in the cache of a decoded",
+    "path: found in the cache of a prefilld",
+    "path: no push was wanted, less was cached",
+    "path: no push was wanted, more was cached",
     "path: a whole request's prefix was pushed",
     "path: another instance came back while streams waited",
     "path: asked again after the control link was lost",

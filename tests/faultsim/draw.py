@@ -8,10 +8,13 @@ from dataclasses import dataclass, field, replace
 
 from common.net.options import LinkOptions
 from tests.faultsim import engine
-from tests.faultsim.faults import Fault, draw_faults
+from tests.faultsim.faults import CACHE_KINDS, Fault, draw_faults
 from tests.faultsim.nodes import Plan
 from tests.faultsim.transport import Way
 from tests.faultsim.users import Want
+
+CACHED_SHARE = 0.12
+"""Of the seeds in which daemons have prefix caches."""
 
 
 @dataclass
@@ -40,7 +43,7 @@ def draw(seed: int) -> Script:
     is_storm = rng.random() < 0.025
     num_faults = rng.randrange(5, 10) if is_storm else rng.choice((0, 1, 1, 2, 2, 3, 4))
     num_wants = rng.randrange(4, 7) if is_storm else rng.choice((1, 1, 2, 2, 3))
-    return Script(
+    script = Script(
         plan=plan,
         num_prefillds=num_prefillds,
         num_decodeds=num_decodeds,
@@ -50,6 +53,48 @@ def draw(seed: int) -> Script:
         is_uvloop=rng.random() < 0.7,
         executor_s=rng.choice((0.0, 0.002, 0.05)),
         inline_bytes=rng.choice((None, None, 0)),
+    )
+    chance = _chance_of_caches(seed)
+    return script if chance is None else _with_caches(chance, script)
+
+
+def has_caches(seed: int) -> bool:
+    """Whether daemons have prefix caches in that seed."""
+    return _chance_of_caches(seed) is not None
+
+
+def _chance_of_caches(seed: int) -> random.Random | None:
+    """Chance of its own for what a seed with caches has beyond the others."""
+    rng = random.Random(f"caches of {seed}")
+    return rng if rng.random() < CACHED_SHARE else None
+
+
+def _with_caches(rng: random.Random, script: Script) -> Script:
+    """The same with prefix caches at the prefillds, large or small, often at the decodeds too; prompts begin alike."""
+    plan = replace(
+        script.plan, cache_blocks=rng.choice((2, 4, 64, 64)), own_cache_blocks=rng.choice((0, 0, 4, 64)), push="always"
+    )
+    wants = script.wants + [
+        _want(rng, len(script.wants) + n, plan, script.num_decodeds, script.num_prefillds)
+        for n in range(rng.choice((1, 1, 2)))
+    ]
+    cleared = [Fault(rng.choice(CACHE_KINDS), rng.randrange(1, 150), 0.0, 0.0) for _ in range(rng.choice((0, 0, 1, 3)))]
+    return replace(script, plan=plan, wants=[_alike(rng, want) for want in wants], faults=script.faults + cleared)
+
+
+def _alike(rng: random.Random, want: Want) -> Want:
+    """A request for a prompt that others may have begun, of a tenant of whom there are two."""
+    num_tokens = rng.choice((40, 70, 100, 150, 200))
+    start = rng.choice((0, 0, num_tokens // 2, 64, 65, num_tokens - 1)) if want.kind == "bare" else 0
+    start = min(start, num_tokens - 1)
+    return replace(
+        want,
+        num_tokens=num_tokens,
+        start=start,
+        pushes=start > 0 and rng.random() < 0.7,
+        stem=rng.choice((0, 0, 0, 1)),
+        tenant=rng.choice(("", "", "", "other")),
+        after_s=rng.choice((want.after_s, 2.5 * rng.random())),
     )
 
 

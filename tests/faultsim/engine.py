@@ -18,11 +18,13 @@ import numpy.random  # not at first use: that draws from `secrets`
 
 from common.errors import EngineDead
 from common.fake import FakeExecutor, FakeOptions, FakeSlot
-from common.layout import StateLayout
+from common.layout import BLOCK_TOKENS, ModelInfo, StateLayout
 from common.local_backend import LocalBackend
 from common.local_outputs import LocalSource
 from common.request import SamplingParams
 from common.sched.sequence import Sequence
+from common.state_cache import StateCache
+from common.state_parts import group_layouts
 from common.worker import EngineWorker, WorkerOptions
 from tests.faultsim.loop import SimLoop
 
@@ -124,9 +126,14 @@ class SimWorker(EngineWorker):
 
 
 def make_backend(
-    loop: SimLoop, model: Model, *, prefill_tokens_per_s: float, decode_tokens_per_s: float = 50.0
+    loop: SimLoop,
+    model: Model,
+    *,
+    prefill_tokens_per_s: float,
+    decode_tokens_per_s: float = 50.0,
+    cache_blocks: int = 0,
 ) -> LocalBackend:
-    """A backend that is not started yet."""
+    """A backend that is not started yet. `cache_blocks`: so many blocks fit its prefix cache, 0: it has none."""
     prototype = _prototype(model)
 
     def sleep(seconds: float) -> None:
@@ -138,7 +145,12 @@ def make_backend(
     )
     executor._clock, executor._sleep = loop.monotonic, sleep
     options = WorkerOptions(chunk_tokens=model.chunk_tokens, segment_bytes=1 << 14)
-    backend = LocalBackend(lambda: executor, options)
+
+    def make_cache(info: ModelInfo) -> StateCache | None:
+        limits = {g.group: cache_blocks * BLOCK_TOKENS * sum(g.row_bytes) for g in group_layouts(info.layout).values()}
+        return StateCache(info.layout, limits) if cache_blocks else None
+
+    backend = LocalBackend(lambda: executor, options, make_cache)
     backend.worker = SimWorker(lambda: executor, options, loop)
     return backend
 

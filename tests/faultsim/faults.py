@@ -89,7 +89,7 @@ class Faults:
         """No new fault from here on; what lasts ends by itself, flows that went silent stay so."""
         self.is_healed = True
         self.waiting.clear()
-        self.world.damage_next = ""
+        self.world.damage_next, self.world.clear_next = "", False
         for connection in self.net.connections:
             for end in connection.ends:
                 end.out.flip_after = -1
@@ -316,6 +316,19 @@ class Faults:
         if node.is_up and node.process is process and not node.is_closed:
             node.task(node.reload, node.configured)
 
+    def clear_cache(self, fault: Fault) -> bool:
+        """As `prefillctl cache clear`."""
+        node = self._prefilld()
+        if node is None or node.process.is_stopped or node.backend.cache is None:
+            return False
+        node.run(node.backend.cache.clear)
+        return True
+
+    def clear_when_asked(self, fault: Fault) -> bool:
+        """The same when somebody next counts on what is cached: see probes.py."""
+        self.world.clear_next = self.world.has_caches
+        return self.world.has_caches
+
     # ---- connecting
 
     def refuse(self, fault: Fault) -> bool:
@@ -356,7 +369,9 @@ KINDS = (
     *("kill_prefilld", "kill_decoded", "power_off_prefilld", "power_off_decoded", "stop_prefilld", "stop_decoded"),
     *("drain", "restart_prefilld", "restart_decoded", "peer_leaves", "local_error"),
 )
+CACHE_KINDS = ("clear_cache", "clear_when_asked")
+"""Where there are caches only."""
 _OFTEN = ("cut_data", "silent_drop", "damage_message")
-MENDED = ("cut_data", "cut_control", "cut_all", "cut_again", "half_close", "one_reset", "silent_drop")
+MENDED = ("cut_data", "cut_control", "cut_all", "cut_again", "half_close", "one_reset", "silent_drop", *CACHE_KINDS)
 """What costs no request."""
-_ACTIONS: dict[str, Callable[[Faults, Fault], bool]] = {kind: getattr(Faults, kind) for kind in KINDS}
+_ACTIONS: dict[str, Callable[[Faults, Fault], bool]] = {kind: getattr(Faults, kind) for kind in KINDS + CACHE_KINDS}

@@ -39,6 +39,8 @@ class Invariants:
             for client in node.peers._clients.values():
                 if client._session.streams:
                     self._client(node, client)
+                if not client._session.is_attached and node.peers.directory.num_entries(client.name):
+                    self.world.fail(f"{node.name}: {client.name} is away and counts as holding prefixes")
         else:
             for peer in node.server._peers.values():
                 if peer.session.streams:
@@ -127,6 +129,22 @@ class Invariants:
             and all(self._is_prefilld_idle(p) for p in scenario.prefillds)
         )
 
+    def is_known(self) -> bool:
+        """Every decoded knows exactly what every prefilld holds, and could go on from exactly there."""
+        return all(self._known(d, p) == self._held(p) for d in self.scenario.decodeds for p in self.scenario.prefillds)
+
+    def _held(self, node: Prefilld) -> tuple[object, object]:
+        cache = node.backend.cache
+        if cache is None:
+            return {}, {}
+        held = {entry.name: holding for entry, holding in cache.books.held()}
+        self.world.check(held == cache.books.index._held, f"{node.name}: a cache does not know what it holds")
+        return held, cache.books.index._tails
+
+    def _known(self, node: Decoded, peer: Prefilld) -> tuple[object, object]:
+        index = node.peers.directory._peers.get(peer.name)
+        return ({}, {}) if index is None else (index._held, index._tails)
+
     def unsettled(self) -> str:
         """Why it is not, for people."""
         out = [f"{n.name} up {n.is_up}" for n in (*self.scenario.decodeds, *self.scenario.prefillds) if not n.is_up]
@@ -152,6 +170,7 @@ class Invariants:
             and all(len(c._links()) == 1 + c._dialer.num_data_links for c in clients)
             and not node.dispatcher.active
             and not node.num_sequences
+            and node.is_cache_idle
         )
 
     def _is_prefilld_idle(self, node: Prefilld) -> bool:
@@ -166,6 +185,7 @@ class Invariants:
             and not node.handler.active
             and not node.handler.admission.running
             and not node.num_sequences
+            and node.is_cache_idle
         )
 
     def check_settled(self) -> None:
@@ -186,6 +206,8 @@ class Invariants:
         for prefilld in scenario.prefillds:
             links = len(scenario.decodeds) * (1 + self.plan.options.data_links)
             self._left(prefilld, num_links=links, num_tasks=0)
+            if (cache := prefilld.backend.cache) is not None and cache.counts.evicted_bytes:
+                world.count("path: a full cache gave something up")
             seen, counted = prefilld.handler._num_seen, prefilld.metrics.total("prefills")
             world.check(seen == counted, f"{prefilld.name}: {seen} prefills, {counted} counted outcomes")
         self._traffic()

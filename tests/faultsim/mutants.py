@@ -10,13 +10,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from common import local_prefill, state_cache
 from common.errors import ChecksumMismatch
 from common.net import codecs, dialer, landing, link, pool, remote, server_peer, server_stream
 from common.net.codecs import Verification
+from common.sched.prefixes import Prefixes
 from common.wire import arrivals, connection, credit, departures, incoming, outgoing, serving, session
 from common.wire.tables import Phase
-from decoded import active
-from prefilld import stream
+from decoded import active, directory
+from prefilld import cachefeed, stream
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -170,6 +172,30 @@ def _no_patience(self: pool.PeerClient, failure: dialer.Failure) -> None:
         self._flush()
 
 
+def _tell_no_loss(self: cachefeed.CacheFeed) -> None:
+    self._cache.books._changes = [each for each in self._cache.books._changes or [] if each[1].groups]
+    _REAL_TELL(self)
+
+
+async def _names_without_tenant(self: state_cache.StateCache, tokens: Any, salt: bytes) -> Prefixes:
+    return Prefixes(tokens)
+
+
+def _forget_numbers_only(self: pool.PeerClient) -> None:
+    self._next_event = 0
+
+
+def _take_every_push(self: local_prefill.LocalPrefill, num_cached: int, *, wants_push: bool) -> None:
+    _REAL_BEGIN(self, num_cached, wants_push=self._task.is_pushed)
+
+
+def _cut_other_bytes(self: state_cache.StateCache, parts: list[Any]) -> list[Any]:
+    return [part + 1 for part in _REAL_CUT(self, parts)]
+
+
+_REAL_TELL = cachefeed.CacheFeed._tell
+_REAL_BEGIN = local_prefill.LocalPrefill._begin
+_REAL_CUT = state_cache.StateCache._cut
 _REAL_DETACH = session.ClientSession.detach
 _REAL_DIAL_DOWN = pool.PeerClient.dial_down
 _REAL_ON_RESUME = outgoing.SendStream.on_resume
@@ -217,6 +243,18 @@ MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "a push is never said to be all": (session.ClientSession, "push_all", _nothing),
     "the lease goes on after the session is back": (pool.PeerClient, "_cancel_lease", _nothing),
 }
+OF_CACHES: dict[str, tuple[Any, str, Any]] = {
+    "what a cache holds is told at the beginning alone": (cachefeed.CacheFeed, "_changed", _nothing),
+    "what a cache gives up is not told": (cachefeed.CacheFeed, "_tell", _tell_no_loss),
+    "a peer that is away counts as holding prefixes": (pool.PeerClient, "_forget_cache", _forget_numbers_only),
+    "a peer that left is not forgotten": (directory.Directory, "forget", _nothing),
+    "tenants share a cache": (state_cache.StateCache, "prefixes", _names_without_tenant),
+    "cached state is not put in place": (state_cache.StateCache, "fill", _nothing),
+    "other bytes are cached": (state_cache.StateCache, "_cut", _cut_other_bytes),
+    "a push is taken whatever is cached": (local_prefill.LocalPrefill, "_begin", _take_every_push),
+}
+"""Only seeds with caches can show them."""
+MUTANTS |= OF_CACHES
 
 
 @contextmanager

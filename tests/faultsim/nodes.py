@@ -24,6 +24,7 @@ from decoded.config import DecodeConfig, PeerConfig
 from decoded.dispatch import Dispatcher
 from decoded.peers import PeerSet
 from decoded.settings import DispatchSettings
+from prefilld.cachefeed import CacheFeed
 from prefilld.stream import StreamHandler
 from tests.faultsim import engine
 from tests.faultsim.loop import Process
@@ -53,6 +54,10 @@ class Plan:
     push: PushMode = "always"
     is_sealed: bool = False
     """Mode "tls": data links are sealed."""
+    cache_blocks: int = 0
+    """Blocks that fit the prefix cache of a prefilld; 0: nobody has one."""
+    own_cache_blocks: int = 0
+    """The same of a decoded."""
 
 
 class Tally:
@@ -148,6 +153,11 @@ class Node:
         return LocalEnd(self.role, self.name, self.process.name, self.backend.info, security)  # type: ignore[arg-type]
 
     @property
+    def is_cache_idle(self) -> bool:
+        """Nothing is on its way into its prefix cache."""
+        return self.backend.cache is None or not self.backend.cache._tasks
+
+    @property
     def num_sequences(self) -> int:
         """Slots that its engine holds."""
         return sum(1 for _ in self.backend.worker.scheduler.sequences())
@@ -166,11 +176,14 @@ class Prefilld(Node):
     role = "prefill"
     server: PrefillServer
     handler: StreamHandler
+    feed: CacheFeed | None
     metrics: Tally
 
     async def _start(self) -> None:
         plan, world = self.plan, self.world
-        self.backend = engine.make_backend(world.loop, plan.model, prefill_tokens_per_s=plan.prefill_tokens_per_s)
+        self.backend = engine.make_backend(
+            world.loop, plan.model, prefill_tokens_per_s=plan.prefill_tokens_per_s, cache_blocks=plan.cache_blocks
+        )
         self.metrics = Tally()
         self.metrics.paused = _Counted(world, "path: prefill paused for want of acknowledgements")
         await self.backend.start()
@@ -188,6 +201,7 @@ class Prefilld(Node):
             self.end(), plan.server_options, self.handler, load=self._load, egress=egress, trace=self._trace()
         )
         self.server.on_stream_refused = lambda event, peer: world.count(f"path: refused {event.error.wire_code}")
+        self.feed = CacheFeed(self.backend.cache, self.server) if self.backend.cache is not None else None
         await self.server.start(self.host, PORT)
         self.is_serving = True
 
@@ -199,6 +213,8 @@ class Prefilld(Node):
 
     async def close(self) -> None:
         await super().close()
+        if self.feed is not None:
+            self.feed.close()
         await self.server.close()
         await self.backend.close()
 
@@ -233,7 +249,9 @@ class Decoded(Node):
     async def _start(self) -> None:
         plan, world = self.plan, self.world
         self.has_reloaded = False
-        self.backend = engine.make_backend(world.loop, plan.model, prefill_tokens_per_s=5000.0)
+        self.backend = engine.make_backend(
+            world.loop, plan.model, prefill_tokens_per_s=5000.0, cache_blocks=plan.own_cache_blocks
+        )
         await self.backend.start()
         self.metrics = Tally()
         self.peers = PeerSet(self.end(), _CONFIG, self.metrics, None)  # type: ignore[arg-type]
@@ -247,6 +265,7 @@ class Decoded(Node):
             metrics=self.metrics,  # type: ignore[arg-type]
             peers_changed=self.peers.changed,
         )
+        self.dispatcher.directory = self.peers.directory
         await self.peers.update(self.configured)
         self.is_serving = True
 

@@ -114,6 +114,8 @@ class Outcomes:
             check(report.raw_bytes == want.sink.landed_bytes, f"{want.name}: {report.raw_bytes} raw bytes")
             sent = self.scenario.watch.sent_bytes[want.name]
             check(0 < report.wire_bytes <= sent, f"{want.name}: {report.wire_bytes} bytes came, {sent} were sent")
+            pushed = self.scenario.watch.pushed_bytes[want.name]
+            check(report.pushed_bytes <= pushed, f"{want.name}: {report.pushed_bytes} bytes taken, {pushed} pushed")
         elif want.kind == "whole":
             parts = asdict(report.timing)
             ttft_s = parts.pop("ttft_s")

@@ -22,6 +22,7 @@ from common.wire.connection import FAULT_CODES, Closed
 from common.wire.messages import (
     Accepted,
     Ack,
+    CacheEvent,
     Complete,
     Credit,
     Error,
@@ -32,10 +33,11 @@ from common.wire.messages import (
     Refused,
     Resume,
     Resumed,
+    Started,
 )
-from tests.faultsim import engine
+from tests.faultsim import cache_probes, engine
+from tests.faultsim.cache_probes import here
 from tests.faultsim.channel import SimChannel
-from tests.faultsim.loop import PROCESS
 from tests.faultsim.transport import SimTransport
 from tests.faultsim.world import World
 
@@ -56,6 +58,9 @@ class Watch:
         self.handles: set[bytes] = set()
         self.given: dict[tuple[str, str, int], list[bytes]] = {}
         self._resuming: dict[tuple[str, str, int], bytes] = {}
+        self.pushed_bytes: Counter[str] = Counter()
+        """The same of prefixes that decodeds push."""
+        self._prefills: dict[tuple[str, str, int], Prefill] = {}
 
     # ---- messages
 
@@ -72,8 +77,7 @@ class Watch:
             world.trace("piece", transport.connection.name, stream_id, message.no, message.offset)
             num_bytes = min(message.piece, message.encoded - message.offset)
             is_pushed = transport.side == "client"
-            if not is_pushed:
-                self.sent_bytes[self.request_ids.get(key, "?")] += num_bytes
+            (self.pushed_bytes if is_pushed else self.sent_bytes)[self.request_ids.get(key, "?")] += num_bytes
             most = (self.push_granted if is_pushed else self.granted).get(key, 0)
             if message.at + message.encoded > most:
                 world.fail(f"stream {key}: bytes to {message.at + message.encoded} were sent, {most} are granted")
@@ -85,7 +89,16 @@ class Watch:
             self.push_granted.pop(key, None)
             if key in self.request_ids:
                 world.count("path: asked again after the control link was lost")
-            self.request_ids[key] = message.request_id
+            self.request_ids[key], self._prefills[key] = message.request_id, message
+            if world.clear_next and message.held:
+                world.clear_next, peer = False, transport.peer.process
+                world.loop.call_soon(peer.node.backend.cache.clear, context=peer.context)
+        elif isinstance(message, CacheEvent) and message.is_anew and message.records:
+            world.count("path: a decoded is told anew what a cache holds")
+        elif isinstance(message, Started):
+            asked = self._prefills[key]
+            is_point = message.num_cached in (0, asked.start) or world.has_caches
+            world.check(message.num_cached <= asked.num_tokens and is_point, f"stream {key}: {message} of {asked}")
         elif isinstance(message, Ack | Credit | Resume):
             world.check(key in self.request_ids, f"stream {key}: {message.type.name} to whom it was not requested from")
             world.check(message.limit >= self.granted.get(key, 0), f"stream {key}: the credit shrinks: {message}")
@@ -161,14 +174,21 @@ class Watch:
 
     def imported(self, generation: Any, num_tokens: int) -> None:
         """decoded is about to make tokens from state that a peer sent."""
-        process, request = PROCESS.get(), generation._request
-        name = process.name if process is not None else "?"
-        if (name, request.request_id) not in self.completed:
+        request = generation._request
+        if (here(), request.request_id) not in self.completed:
             # A peer may go when only that word is missing: then every byte was verified, and kept as any prefix is.
             is_kept = generation._num_kept == num_tokens
             self.world.check(is_kept, f"{request.request_id}: a token is made, and COMPLETE never came")
             self.world.count("path: all was verified and COMPLETE never came")
-        model = self.world.model
+        if generation._filled is None:
+            self._check_imported(generation, num_tokens)
+        else:  # what was cached may still be on its way; the sequence waits for it, too
+            generation._filled.add_done_callback(lambda _: self._check_imported(generation, num_tokens))
+
+    def _check_imported(self, generation: Any, num_tokens: int) -> None:
+        if generation not in generation._backend.owners:
+            return  # cancelled meanwhile, and its memory is another's
+        request, model = generation._request, self.world.model
         wrong = engine.wrong_rows(model, generation._seq.slot, request.prompt_tokens[:-1], 0, num_tokens)
         self.world.check(not wrong, f"{request.request_id}: a token is made from wrong state: {wrong}")
         self.world.count("path: remote state became tokens")
@@ -179,6 +199,8 @@ class Watch:
         wrong = engine.wrong_rows(self.world.model, seq.slot, tuple(seq.tokens[: seq.start]), 0, seq.start)
         self.world.check(not wrong, f"prefilld goes on from wrong state: {wrong}")
         self.world.count("path: a pushed prefix was taken")
+        if job._task.held:
+            self.world.count("path: a pushed prefix was taken behind what was cached")
 
 
 def _where(message: Message) -> tuple[int, int]:
@@ -340,6 +362,7 @@ def under(world: World, *, inline_bytes: int | None) -> Iterator[Watch]:
             (pool, "TlsChannel", SimChannel),
             (server, "TlsChannel", SimChannel),
             *_wrappers(watch),
+            *cache_probes.wrappers(world),
         ]
         if inline_bytes is not None:
             replaced += [(codecs, "INLINE_BYTES", inline_bytes), (codecs, "_INLINE_HASH_BYTES", inline_bytes)]

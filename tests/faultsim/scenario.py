@@ -6,6 +6,7 @@ users.py       who asks for tokens or for state, and compares every byte
 loop.py, network.py, transport.py      virtual time, processes, TCP       channel.py  what stands for TLS
 faults.py      what goes wrong                                        mutants.py: what somebody could get wrong
 probes.py, invariants.py, outcomes.py  rules: of the protocol as spoken, of memory between steps, of how requests end
+cache_probes.py                        rules of prefix caches; an eighth of the seeds has them
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ class Scenario:
             return
         if not self._note("all is settled", await self._until(self.invariants.is_settled, self._patience_s())):
             return
+        if not self._note("directories hold what caches do", await self._until(self.invariants.is_known, 1.0)):
+            return
         self.outcomes.check()
         if not self._note("a peer serves a probe", await self._probe()):
             return
@@ -154,7 +157,7 @@ def simulate(seed: int, script: Script | None = None) -> Result:
     world = World(seed, is_coarse=script.is_uvloop)
     world.net.is_uvloop = script.is_uvloop
     world.loop.executor_s = script.executor_s
-    world.model = script.plan.model
+    world.model, world.has_caches = script.plan.model, script.plan.cache_blocks > 0
     with _quiet(world), probes.under(world, inline_bytes=script.inline_bytes) as watch:
         scenario = Scenario(world, script, watch)
         main: asyncio.Task[None] = world.net.world.run(world.loop.create_task, scenario.run())

@@ -98,3 +98,21 @@ def test_a_push_that_is_not_repeated_after_resume_is_found():
     with broken("a push is not repeated after Resume"):
         scripts = (Script(PLAN, ways=[SLOW], wants=[PUSHED], faults=[at(n, "cut_control")]) for n in range(2, 20))
         assert any(simulate(0, script).violation for script in scripts)
+
+
+def leaving(seed: int) -> Result:
+    """One of two peers, of which both hold prefixes, leaves by reload and comes back."""
+    wants = [Want(f"r{n}", "bare", peer=n, num_tokens=100) for n in range(2)]
+    wants.append(Want("later", "whole", after_s=3.0))
+    faults = [Fault("peer_leaves", None, 2.0, 0.2)]
+    plan = replace(PLAN, cache_blocks=64)
+    return simulate(seed, Script(plan, num_prefillds=2, ways=[SLOW, SLOW], wants=wants, faults=faults))
+
+
+def test_what_a_peer_held_is_forgotten_when_it_leaves():
+    """Or it would count until whoever comes back by its name tells what it holds."""
+    results = [leaving(seed) for seed in range(3)]
+    assert not [r.violation for r in results if r.violation]
+    assert all(r.counts["fault: peer_leaves"] for r in results)
+    with broken("a peer that left is not forgotten"):
+        assert all("counts as holding" in leaving(seed).violation for seed in range(3))

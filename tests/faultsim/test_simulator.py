@@ -11,7 +11,7 @@ import pytest
 
 from tests.faultsim import engine
 from tests.faultsim.campaign import REQUIRED, Campaign
-from tests.faultsim.faults import _ACTIONS, KINDS
+from tests.faultsim.faults import _ACTIONS, CACHE_KINDS, KINDS
 from tests.faultsim.nodes import Tally
 from tests.faultsim.transport import Way
 from tests.faultsim.world import World
@@ -275,8 +275,8 @@ def test_a_campaign_that_saw_nothing_misses_everything():
 
 
 def test_every_fault_is_there_and_required():
-    assert set(_ACTIONS) == set(KINDS)
-    assert {f"fault: {kind}" for kind in KINDS} <= set(REQUIRED)
+    assert set(_ACTIONS) == {*KINDS, *CACHE_KINDS}
+    assert {f"fault: {kind}" for kind in _ACTIONS} <= set(REQUIRED)
 
 
 def test_tally_counts_by_label():

@@ -13,6 +13,7 @@ from common.local_outputs import LocalSink
 from common.net.options import RemoteRequest
 from common.net.pool import PeerClient
 from common.request import Request, SamplingParams, TokenOutput
+from common.sched.prefixes import Prefixes
 from tests.faultsim import engine
 from tests.faultsim.loop import Process
 from tests.faultsim.nodes import Decoded
@@ -39,6 +40,9 @@ class Want:
     num_output: int = 1
     codec: str = "raw"
     pushes: bool = False
+    stem: int | None = None
+    """Prompts of one stem begin alike; None: like none of another length."""
+    tenant: str = ""
     tokens: tuple[int, ...] = ()
     process: Process | None = None
     asked_at: float = 0.0
@@ -76,8 +80,8 @@ class User:
     def __init__(self, node: Decoded, want: Want) -> None:
         self.node, self.want, self.world, self.model = node, want, node.world, node.plan.model
         want.process = node.process
-        num = want.num_tokens
-        want.tokens = tuple((num * 31 + i * 7 + i * i) % (engine.VOCAB - 3) + 3 for i in range(num + 1))
+        num, first = want.num_tokens, want.num_tokens if want.stem is None else want.stem
+        want.tokens = tuple((first * 31 + i * 7 + i * i) % (engine.VOCAB - 3) + 3 for i in range(num + 1))
         node.task(self._serve)
 
     async def _serve(self) -> None:
@@ -107,7 +111,7 @@ class User:
     async def _whole(self) -> str:
         want, check = self.want, self.world.check
         sampling = SamplingParams(max_tokens=want.num_output, temperature=0.0, ignore_eos=True)
-        request = Request(want.name, want.tokens, sampling, deadline_s=want.deadline_s)
+        request = Request(want.name, want.tokens, sampling, deadline_s=want.deadline_s, tenant=want.tenant)
         right, out = list(engine.expected_tokens(self.model, want.tokens, want.num_output)), []
         try:
             active = self.node.dispatcher.submit(request, arrived_at=self.world.loop.monotonic())
@@ -142,17 +146,22 @@ class User:
         assert isinstance(slot, FakeSlot)
         slot.prepare_import(want.num_tokens)
         sink = want.sink = Sink(slot, engine.layout_of(self.model))
+        client = self._client()
+        held = self._held(client)
+        pushes = want.pushes and held < want.start
         request = RemoteRequest(
             want.name,
             want.tokens[:-1],
             want.start,
             deadline_s=want.deadline_s,
             codecs=(want.codec,),
-            pushes=want.pushes,
+            tenant_salt=want.tenant.encode(),
+            pushes=pushes,
+            held=held if pushes else 0,
         )
-        source = engine.source_of(self.model, want.tokens[: want.start]) if want.pushes else None
+        source = engine.source_of(self.model, want.tokens[: want.start]) if pushes else None
         try:
-            prefill = self._client().prefill(request, sink, source)
+            prefill = client.prefill(request, sink, source)
         except (PeerError, TransferError) as e:
             engine.poison(slot)
             return f"not asked: {type(e).__name__}"
@@ -164,6 +173,12 @@ class User:
         # The memory belongs to somebody else from here on.
         engine.poison(slot)
         return outcome
+
+    def _held(self, client: PeerClient) -> int:
+        """What the peer has of what is held here, as far as is known."""
+        want = self.want
+        prefixes = Prefixes(want.tokens[:-1], want.tenant.encode())
+        return self.node.peers.directory.num_cached_tokens(client.name, prefixes, want.start)
 
     def _client(self) -> PeerClient:
         clients = self.node.clients()

@@ -25,6 +25,7 @@ class World:
         self.violation = ""
         self.damage_next, self.num_damages = "", 0
         self.model = engine.Model()
+        self.has_caches = self.clear_next = False
         self.processes: list[Process] = []
         self.loop = SimLoop(seed * 4 + 3, self._on_error, is_coarse=is_coarse)
         self.net = Network(self.loop, seed * 4, self.trace, self.counts)
