@@ -193,6 +193,18 @@ class Cluster:
         return {daemon.name: daemon.stop() for daemon in (self.decoded, *self.prefillds)}
 
 
+def beside(cluster: Cluster, name: str) -> Cluster:
+    """Another decoded in front of the same prefillds, configured alike; who starts it stops it."""
+    first = cluster.decoded
+    config = {
+        **first.config,
+        "node": {"name": name, "state_dir": str(cluster.folder / f"{name}.state")},
+        "http": {**first.config["http"], "port": free_port()},
+        "control": {"socket": str(cluster.folder / f"{name}.sock")},
+    }
+    return Cluster(cluster.folder, Daemon(name, "decoded", config, cluster.folder), cluster.prefillds)
+
+
 def split_cores(num: int) -> list[list[int]]:
     """A share of this process's cores for each of `num` daemons; they share when there are too few."""
     cores = sorted(os.sched_getaffinity(0))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +19,13 @@ import aiohttp
 
 @dataclass
 class Outcome:
-    """What one request came to; `detail` says more for people."""
+    """What one request came to; `detail` says more for people. `ended_at`: monotonic, set by run_load."""
 
     kind: str
     route: str = ""
     detail: str = ""
+    peer: str = ""
+    ended_at: float = 0.0
 
 
 @dataclass
@@ -67,7 +70,7 @@ async def send(session: aiohttp.ClientSession, job: Job, headers: dict[str, str]
 
 
 async def run_load(
-    url: str, jobs: list[Job], concurrency: int, gate: Callable[[], Awaitable[None]] | None = None
+    url: str, jobs: Iterable[Job], concurrency: int, gate: Callable[[], Awaitable[None]] | None = None
 ) -> LoadResult:
     """Run all jobs; `gate` is awaited before each request (to wait for a server that restarts)."""
     result = LoadResult()
@@ -80,7 +83,9 @@ async def run_load(
             for job in pending:
                 if gate is not None:
                     await gate()
-                result.outcomes.append(await send(session, job))
+                outcome = await send(session, job)
+                outcome.ended_at = time.monotonic()
+                result.outcomes.append(outcome)
 
         await asyncio.gather(*(worker() for _ in range(concurrency)))
     return result
@@ -113,6 +118,7 @@ async def _read_stream(reply: aiohttp.ClientResponse, job: Job) -> Outcome:
 
 
 def _judge(text: str, job: Job, info: dict[str, Any]) -> Outcome:
+    where = {"route": info.get("route", ""), "peer": info.get("peer") or ""}
     if text == job.expected:
-        return Outcome("ok", route=info.get("route", ""))
-    return Outcome("wrong", route=info.get("route", ""), detail=f"got {text!r}, expected {job.expected!r}")
+        return Outcome("ok", **where)
+    return Outcome("wrong", detail=f"got {text!r}, expected {job.expected!r}", **where)

@@ -2,41 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from benchmarks.cluster import running_cluster
 from tests.e2e.test_exact import ask as ask_all
 from tests.e2e.test_exact import check_routes, prompts_of, reference, texts
-from tests.engine.families import FAMILIES
 
 # KDA + MLA; Mamba 2 and attention in one layer; windows, sinks and experts; recurrent state only.
 SLOW = ("MiMoV2Flash", "FalconH1", "Mamba2")
 SERVED = ["KimiLinear", *(pytest.param(f, marks=pytest.mark.slow) for f in SLOW)]
 LENGTHS = [1, 2, 64, 65, 257, 258, 700]
-
-
-@pytest.fixture(scope="module")
-def import_family(smollm2_dir, tmp_path_factory):
-    """Makes a served model directory of a family with tiny random weights and SmolLM2's tokenizer."""
-
-    def make(name: str) -> Path:
-        folder = tmp_path_factory.mktemp(name)
-        family = FAMILIES[name]
-        sizes = {"vocab_size": 49152, "max_position_embeddings": 4096, "eos_token_id": 2}
-        model = type(family)(family.name, family.known_as, family.formula, family.extra | sizes).model()
-        model.save_pretrained(folder / "source")
-        for file in smollm2_dir.glob("tokenizer*"):
-            shutil.copy(file, folder / "source")
-        command = [sys.executable, "-m", "prefilld.ctl", "model", "import", folder / "source", folder / "served"]
-        subprocess.run([str(part) for part in command], check=True, capture_output=True)
-        return folder / "served"
-
-    return make
 
 
 @pytest.mark.parametrize("name", SERVED)
