@@ -70,10 +70,14 @@ async def send(session: aiohttp.ClientSession, job: Job, headers: dict[str, str]
 
 
 async def run_load(
-    url: str, jobs: Iterable[Job], concurrency: int, gate: Callable[[], Awaitable[None]] | None = None
+    url: str,
+    jobs: Iterable[Job],
+    concurrency: int,
+    gate: Callable[[], Awaitable[None]] | None = None,
+    into: LoadResult | None = None,
 ) -> LoadResult:
-    """Run all jobs; `gate` is awaited before each request (to wait for a server that restarts)."""
-    result = LoadResult()
+    """Run all jobs; `gate` is awaited before each request (to wait for a server that restarts); `into` grows."""
+    result = LoadResult() if into is None else into
     pending = iter(jobs)
     timeout = aiohttp.ClientTimeout(total=900)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
