@@ -36,11 +36,11 @@ INITIAL_THRESHOLD = 1000.0
 """Tokens, while nothing is solved."""
 # The views that a forecast looks at are kept for so long: a full queue asks for each of its requests.
 _FORECAST_S = 0.05
-# Local prefill is held back for decoding only where so large a part of the requests that can be served comes.
-_BUSY = 0.8
+# Local prefill is held back for decoding only where so large a part of the requests that can be served comes, counted
+# over so long that a burst is none.
+_BUSY, _RATE_S = 0.9, 60.0
 # Prompts always advance beside running streams.
 _LEAST_STRETCH = 1.25
-_RATE_S = 10.0
 
 
 class Router:

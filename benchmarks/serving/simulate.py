@@ -39,7 +39,7 @@ def deployment(measured: Measured, variant: Variant) -> Deployment:
         max_stretch=measured.stretch,
         measured_slowdown=measured.slowdown,
         max_sharing=MAX_SHARING,
-        import_s_per_byte=measured.import_s_per_byte,
+        import_s=measured.import_s,
         lead_s=(measured.own_lead_s, measured.remote_lead_s),
     )
 

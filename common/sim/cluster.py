@@ -140,19 +140,24 @@ class Cluster:
 
     def _chunk_sent(self, request: SimRequest, ends_at: float, num_bytes: float) -> None:
         self.beliefs.promised[request.node] -= num_bytes
-        if lost_s := self.deployment.import_s_per_byte * num_bytes / self.deployment.codec_ratio:
-            place = request.number % len(self.hardware.decode)
-            self.hardware.decode[place].lose(lost_s)
-            if self.hardware.mixed:
-                self.hardware.mixed[place].lose(lost_s)
+        self._take_in(request, self.deployment.import_s[1] * num_bytes / self.deployment.codec_ratio)
         if self.loop.now < ends_at:
             self.loop.at(ends_at, self._chunk_arrived, request)
         else:
             self._chunk_arrived(request)
 
+    def _take_in(self, request: SimRequest, seconds: float) -> None:
+        """Costs decoded time that prompts and streams there would have had."""
+        if seconds:
+            place = request.number % len(self.hardware.decode)
+            self.hardware.decode[place].lose(seconds)
+            if self.hardware.mixed:
+                self.hardware.mixed[place].lose(seconds)
+
     def _chunk_arrived(self, request: SimRequest) -> None:
         request.num_pending -= 1
         if request.is_all_computed and not request.num_pending:
+            self._take_in(request, self.deployment.import_s[0])
             self.hardware.remote_cache.add(request.blocks)
             self.loop.at(self.loop.now + self.deployment.rtt_s + self.deployment.lead_s[1], self._ready, request)
 

@@ -30,8 +30,8 @@ class Deployment:
         measured_slowdown: how many times as long local prefill was seen to take in such steps; 0: what they leave.
         cache_tokens: room of the prefix cache of the own and of the remote site.
         max_sharing: prompts that take turns at a node of the own and of the remote site; 1 is one after the other.
-        import_s_per_byte: what taking in a raw byte of state costs decoded's processor: neither prompts nor streams get
-            on meanwhile.
+        import_s: what taking in a prompt's state costs decoded's processor, for each prompt and for each raw byte:
+            neither prompts nor streams get on meanwhile.
         lead_s: what a request takes beside computing, sending and decoding (HTTP, handing over), at either site.
     """
 
@@ -52,7 +52,7 @@ class Deployment:
     cache_tokens: tuple[float, float] = (0.0, 0.0)
     max_sharing: tuple[int, int] = (1, 1)
     lead_s: tuple[float, float] = (0.0, 0.0)
-    import_s_per_byte: float = 0.0
+    import_s: tuple[float, float] = (0.0, 0.0)
 
     @property
     def mixed_slowdown(self) -> float:

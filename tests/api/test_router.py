@@ -144,7 +144,7 @@ def test_local_prefill_is_held_back_only_while_decoding_needs_its_part():
     assert site.router.max_stretch == 3.0 and site.stretch == 0.0, "nobody knows yet how many come"
     for _ in range(3000):
         site.ask(100)
-    site.router.control(20.0)
+    site.router.control(70.0)
     assert site.router.arrival_rps > site.router.allocation.now.throughput_rps
     share = site.router.allocation.local_share
     assert site.stretch == pytest.approx(min(3.0, max(1.25, 1 / (1 - share))))

@@ -28,7 +28,7 @@ def measured(**changed) -> Measured:
         "own_points": [(63.0, 0.2), (3000.0, 9.0)],
         "decode": DecodeCost(0.03, 0.002),
         "slowdown": 2.0,
-        "import_s_per_byte": 0.0,
+        "import_s": (0.0, 0.0),
         "stretch": 2.5,
         "state": StateSize(0.0, 46_080.0),
         "codec_ratio": 0.8,

@@ -410,7 +410,7 @@ def test_taking_in_state_keeps_decoded_from_everything_else():
     requests = [(301, 0), (501, 1)]
     cluster, free = run([one(n, number=k) for n, k in requests], threshold=400.0, **facts)
     per_byte = 1.0 / (500 * cluster.deployment.state.bytes_per_token)
-    _, dear = run([one(n, number=k) for n, k in requests], threshold=400.0, import_s_per_byte=per_byte, **facts)
+    _, dear = run([one(n, number=k) for n, k in requests], threshold=400.0, import_s=(0.25, per_byte * 0.75), **facts)
     # A second in all, in which neither the local prompt nor any token gets on.
     assert dear[0].first_token_at - free[0].first_token_at == pytest.approx(1.0, rel=0.2)
     assert 0.5 < dear[0].done_at - free[0].done_at < 1.6
