@@ -19,7 +19,7 @@ from common.policy.allocation import Allocation, allocate
 from common.policy.capacity import Plant, Seconds, Solution
 from common.policy.costs import PrefillCost, StateSize
 from common.policy.lengths import Lengths
-from common.policy.predict import Alternative, alternatives
+from common.policy.predict import Alternative, alternatives, queue_s
 from common.policy.routing import RouteDecision, Rules, decide
 from common.policy.threshold import Signals, ThresholdController
 from common.policy.views import Demand, LocalView, PeerView, record
@@ -157,7 +157,7 @@ class Router:
         peers = [p for p in self._peer_views() if p.is_usable and p.site == "remote"]
         local = self._local_view()
         own_s = local.cost.queue_s(local.num_queued_tokens, local.num_queued) if local.cost is not None else 0.0
-        waits = [_queue_s(p) for p in peers]
+        waits = [_wait_s(p) for p in peers]
         return Signals(
             max((p.goodput_bps / p.capacity_bps for p in peers if p.capacity_bps), default=0.0),
             max((p.retransmitted for p in peers), default=0.0),
@@ -230,10 +230,9 @@ class Router:
         return local_view(dispatcher.backend.stats(), active, self.learned, max_rows=rows, max_stretch=self.max_stretch)
 
 
-def _queue_s(peer: PeerView) -> float:
+def _wait_s(peer: PeerView) -> float:
     """Until a new prompt's state could be here: the node's queue, or the path's if that is longer."""
-    computing_s = peer.cost.queue_s(peer.num_queued_tokens, peer.num_queued) if peer.cost is not None else 0.0
-    return max(computing_s, 8 * peer.queued_bytes / peer.capacity_bps if peer.capacity_bps else 0.0)
+    return max(queue_s(peer), 8 * peer.queued_bytes / peer.capacity_bps if peer.capacity_bps else 0.0)
 
 
 def _mean_cost(costs: Sequence[PrefillCost]) -> Seconds:
