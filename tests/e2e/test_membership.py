@@ -206,4 +206,4 @@ async def test_a_prefilld_joins_and_one_leaves_under_load(site):
 @pytest.mark.slow
 async def test_members_come_and_go_under_load(site):
     changes = [(1, 2), (2, 0), (0, 1, 2), (1,), (0, 1), (2, 1), (0, 2), (0, 1, 2)]
-    await changing(site, changes, num=400, concurrency=3, seconds=4.0)
+    await changing(site, changes, num=700, concurrency=6, seconds=2.0)
