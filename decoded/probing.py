@@ -7,14 +7,13 @@ prompts goes before them. The peer's own estimate follows from that and comes ba
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.errors import PdError
 from common.net.pool import PeerClient
+from decoded.background import Background
 from decoded.metrics import DecodeMetrics
 
 log = logging.getLogger(__name__)
@@ -22,7 +21,6 @@ log = logging.getLogger(__name__)
 PROBE_S, LEAST_BYTES, MOST_BYTES, TIMEOUT_S = 1.0, 64 << 10, 64 << 20, 10.0
 # A look that finds the same within this part of it makes the next one wait twice as long, at most so many times.
 SAME, MOST_BACKOFF = 0.25, 6.0
-_TURN_S = 1.0
 
 
 @dataclass(slots=True)
@@ -31,35 +29,23 @@ class _Look:
     before_bps: float = 0.0
 
 
-class PathProber:
+class PathProber(Background):
     """Runs until closed. `interval_s`: a path's capacity may be so old while it is idle; inf never looks."""
 
     def __init__(
         self, peers: Callable[[], Sequence[PeerClient]], metrics: DecodeMetrics, interval_s: Callable[[], float]
     ) -> None:
+        super().__init__()
         self._peers, self._metrics, self._interval_s = peers, metrics, interval_s
         self._looks: dict[str, _Look] = {}
-        self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Begin."""
-        self._task = asyncio.create_task(self._run())
-
-    async def close(self) -> None:
-        """Stop; what is under way is given up."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(_TURN_S)
-            clients = self._peers()
-            self._looks = {c.name: self._looks.get(c.name, _Look(self._interval_s())) for c in clients}
-            for client in clients:
-                if self._is_due(client):
-                    await self._look(client)
+    async def turn(self) -> None:
+        """Look at the paths that are due."""
+        clients = self._peers()
+        self._looks = {c.name: self._looks.get(c.name, _Look(self._interval_s())) for c in clients}
+        for client in clients:
+            if self._is_due(client):
+                await self._look(client)
 
     def _is_due(self, client: PeerClient) -> bool:
         """Whether the path's capacity is known, old, and nobody is just about to see it anyway."""

@@ -8,7 +8,6 @@ service.py.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
@@ -22,43 +21,32 @@ from common.policy.fallback import FallbackBudget
 from common.policy.routing import ABUNDANT
 from common.request import Request, SamplingParams
 from common.sched.hot_prefixes import Hot
+from decoded.background import Background
 from decoded.dispatch import Dispatcher
 from decoded.remote import start_remote
 from decoded.views import LOOPBACK_BPS
 
 log = logging.getLogger(__name__)
-# Between two looks for something to do, the longest that one replica may take, and the budget that is saved up.
-TURN_S, TIMEOUT_S, BURST_S = 1.0, 60.0, 30.0
+# The longest that one replica may take, and for how long the budget is saved up.
+TIMEOUT_S, BURST_S = 60.0, 30.0
 # Behind everything that somebody waits for.
 PRIORITY = -1000
 
 
-class Replicator:
+class Replicator(Background):
     """Runs until closed. `share`: the part of a path that replicas may take on average; 0 sends none."""
 
     def __init__(self, dispatcher: Dispatcher, share: Callable[[], float]) -> None:
+        super().__init__()
         self._dispatcher, self._share = dispatcher, share
         self._budgets: dict[str, FallbackBudget] = {}
         self._numbers = itertools.count()
-        self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Begin."""
-        self._task = asyncio.create_task(self._run())
-
-    async def close(self) -> None:
-        """Stop; a replica under way is cancelled."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(TURN_S)
-            for client in self._dispatcher.peers():
-                if self._may_send(client):
-                    await self._send_one(client)
+    async def turn(self) -> None:
+        """One replica to each peer that may be sent something."""
+        for client in self._dispatcher.peers():
+            if self._may_send(client):
+                await self._send_one(client)
 
     def _may_send(self, client: PeerClient) -> bool:
         """Whether the peer, the way there and decoded have nothing better to do, and the budget has something left."""

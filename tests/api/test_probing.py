@@ -9,7 +9,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from common.errors import LinkLost
-from decoded import probing
 from decoded.metrics import DecodeMetrics
 from decoded.probing import LEAST_BYTES, PathProber
 
@@ -33,7 +32,7 @@ class Peer(SimpleNamespace):
 async def turns(monkeypatch, peer: Peer, num: int, interval_s: float = 10.0, aged_s: float = 60.0) -> float:
     """So many turns of the prober, the path idle for `aged_s` at each; the bytes counted."""
     registry = CollectorRegistry()
-    monkeypatch.setattr(probing, "_TURN_S", 0.0)
+    monkeypatch.setattr(PathProber, "turn_s", 0.0)
     prober = PathProber(lambda: [peer], DecodeMetrics(registry), lambda: interval_s)
     prober.start()
     for _ in range(4 * num):
@@ -91,3 +90,19 @@ async def test_a_look_that_fails_is_no_more_than_that(monkeypatch):
     peer.real_bps = None
     assert await turns(monkeypatch, peer, 3) == 0.0
     assert peer.asked
+
+
+async def test_a_turn_that_fails_does_not_end_the_looking(monkeypatch, caplog):
+    peer = Peer(8e6)
+    failures = [KeyError("a bug")]
+    peer.measure_real = peer.measure
+
+    async def measure(num_bytes, timeout_s):
+        if failures:
+            raise failures.pop()
+        return await peer.measure_real(num_bytes, timeout_s)
+
+    peer.measure = measure
+    await turns(monkeypatch, peer, 4)
+    assert peer.asked
+    assert "work in the background failed" in caplog.text
