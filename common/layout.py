@@ -83,6 +83,11 @@ class StateLayout:
         return sum(s.num_bytes(1) for s in self.states if s.kind in ("full", "latent"))
 
     @property
+    def fixed_bytes(self) -> int:
+        """Bytes over the `window` and `recurrent` states of a prompt that fills its windows."""
+        return sum(s.num_bytes(max(1, s.window - 1)) for s in self.states if s.kind in ("window", "recurrent"))
+
+    @property
     def summary(self) -> str:
         """For people: "15 window(512), 3 full"."""
         named = Counter(f"window({s.window})" if s.kind == "window" else s.kind for s in self.states)

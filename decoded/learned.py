@@ -10,18 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from common.backend import DecodeStep
-from common.policy.costs import DecodeCost, DecodeFit, PrefillCost, PrefillFit
+from common.policy.costs import COST_FACTS, MIN_PROMPTS, DecodeCost, DecodeFit, PrefillCost, PrefillFit
 from common.policy.profile import NodeProfile
 from common.request import RequestReport
 
 # How fast averages over requests follow.
 _WEIGHT = 0.1
-# A model is believed from so many prompts on.
-MIN_PROMPTS = 3
-# Of decode steps, which come by the hundred.
+# A model of decode steps, which come by the hundred, is believed from so many on.
 MIN_STEPS = 8
-COST_FACTS = ("prefill_constant_s", "prefill_per_token_s", "prefill_per_square_s")
-"""What a peer tells of its PrefillCost, in its order."""
 
 
 class Mean:
@@ -41,10 +37,8 @@ class Learned:
 
     def __init__(self, prior: NodeProfile | None = None) -> None:
         """`prior`: decoded's own profile."""
-        self._prefill = PrefillFit(prior.cost() if prior is not None else None)
-        self._decode = DecodeFit(prior.decode if prior is not None else None)
-        self._least_prompts, self._least_steps = (0, 0) if prior is not None else (MIN_PROMPTS, MIN_STEPS)
-        self._num_prompts = self._num_steps = 0
+        self._prefill = PrefillFit(prior.cost() if prior is not None else None, least=MIN_PROMPTS)
+        self._decode = DecodeFit(prior.decode if prior is not None else None, least=MIN_STEPS)
         self._codec_ratio: dict[str, Mean] = {}
         self.output_tokens = Mean(0.0)
         """Of a request; 0 before the first has ended."""
@@ -56,15 +50,12 @@ class Learned:
     def prefilled(self, report: RequestReport, seconds: float) -> None:
         """A prompt was computed here, alone: all of it behind what was cached, in so many seconds."""
         num_uncached = report.num_prompt_tokens - 1 - report.num_cached_tokens
-        if num_uncached > 0 and seconds > 0:
-            self._prefill.observe(report.num_cached_tokens, num_uncached, seconds)
-            self._num_prompts += 1
+        self._prefill.observe(report.num_cached_tokens, num_uncached, seconds)
 
     def decoded(self, steps: Iterable[DecodeStep]) -> None:
         """Decode steps without prompt tokens."""
         for step in steps:
             self._decode.observe(step.num_rows, step.num_context_tokens, step.seconds)
-            self._num_steps += 1
 
     def ended(self, report: RequestReport, num_output_tokens: int) -> None:
         """A request ended well."""
@@ -78,14 +69,12 @@ class Learned:
 
     def local_cost(self, tokens_per_s: float) -> PrefillCost | None:
         """What computing takes here; from the rate alone until enough was seen, None without either."""
-        if self._num_prompts >= self._least_prompts:
-            return self._prefill.cost
-        return PrefillCost(0.0, 1.0 / tokens_per_s) if tokens_per_s else None
+        return self._prefill.cost or (PrefillCost(0.0, 1.0 / tokens_per_s) if tokens_per_s else None)
 
     @property
     def decode_cost(self) -> DecodeCost | None:
         """What a decode step takes; None before enough was seen."""
-        return self._decode.cost if self._num_steps >= self._least_steps else None
+        return self._decode.cost
 
     def codec_ratio(self, peer: str) -> float:
         """Encoded by raw bytes of what came lately; 1 before anything did."""

@@ -180,9 +180,8 @@ class Router:
         output, known = self.learned.output_tokens.value, [c for c in (*costs, *own) if c is not None]
         if decode is None or not output or len(known) < len(costs) + len(own):
             return None
-        rows, info = max(1, self._dispatcher.admission.limits.max_rows), self._dispatcher.info
+        rows, layout = max(1, self._dispatcher.admission.limits.max_rows), self._dispatcher.info.layout
         step_s = decode.step_s(rows, rows * self.learned.context_tokens.value)
-        layout = prompt_view(info, "", 1, 0)
         paths = [p.capacity_bps for p in far if p.capacity_bps]
         return Plant(
             remote_s=_mean_cost(known[: len(costs)] or known),

@@ -35,7 +35,7 @@ def prompt_view(info: ModelInfo, request_id: str, num_prompt_tokens: int, num_he
         num_held_tokens=num_held_tokens,
         raw_bytes=layout.transfer_bytes(num_held_tokens, num_tokens),
         final_bytes=sum(s.num_bytes(num_tokens - max(num_held_tokens, s.needed_from(num_tokens))) for s in late),
-        fixed_bytes=sum(s.num_bytes(max(1, s.window - 1)) for s in late),
+        fixed_bytes=layout.fixed_bytes,
         token_bytes=float(layout.token_bytes),
     )
 
@@ -76,17 +76,15 @@ def peer_view(
     """
     is_usable, load = client.state == "ready", client.load
     waits = [a for a in active if a.prefills_at == client.name]
-    num_tokens = sum(a.num_uncomputed_tokens for a in waits)
+    num_left = [a.num_uncomputed_tokens for a in waits]
     return PeerView(
         client.name,
         is_usable,
         "" if is_usable else f"{client.state}: {client.reason}",
         client.num_streams,
         # What was sent since its last word counts too, or a burst within one heartbeat would all go to one peer.
-        num_queued_tokens=max(int(load.get("num_queued_tokens", 0)), num_tokens),
-        num_queued=max(
-            int(load.get("num_queued", 0) + load.get("num_running", 0)), sum(a.num_uncomputed_tokens > 0 for a in waits)
-        ),
+        num_queued_tokens=max(int(load.get("num_queued_tokens", 0)), sum(num_left)),
+        num_queued=max(int(load.get("num_queued", 0) + load.get("num_running", 0)), sum(num > 0 for num in num_left)),
         cost=told_cost(load),
         site=site,
         chunk_tokens=int(load.get("chunk_tokens", 0)),

@@ -5,39 +5,31 @@ Told by stream.py of each prompt that is done, asked by service.py for Status me
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 
-from common.policy.costs import PrefillCost, PrefillFit
-
-MIN_PROMPTS = 3
-"""Without a profile the model is believed from so many prompts on."""
+from common.policy.costs import COST_FACTS, MIN_PROMPTS, PrefillCost, PrefillFit
 
 
 class LearnedCost:
     """Seconds of prefill here, from the profile on."""
 
     def __init__(self, prior: PrefillCost | None = None) -> None:
-        self._fit, self._has_prior = PrefillFit(prior), prior is not None
-        self._num_prompts = 0
+        self._fit = PrefillFit(prior, least=MIN_PROMPTS)
 
     def prefilled(self, num_cached: int, num_uncached: int, seconds: float) -> None:
         """So many tokens of a prompt were computed behind others, in so many seconds of its own chunks."""
-        if num_uncached > 0 and seconds > 0:
-            self._fit.observe(num_cached, num_uncached, seconds)
-            self._num_prompts += 1
+        self._fit.observe(num_cached, num_uncached, seconds)
 
     @property
     def cost(self) -> PrefillCost | None:
         """None before it is known."""
-        return self._fit.cost if self._has_prior or self._num_prompts >= MIN_PROMPTS else None
+        return self._fit.cost
 
     def load(self) -> dict[str, float]:
         """For Status messages; empty before it is known."""
-        cost = self.cost
-        return {f"prefill_{name}": value for name, value in asdict(cost).items()} if cost is not None else {}
+        return dict(zip(COST_FACTS, astuple(self.cost), strict=True)) if self.cost is not None else {}
 
     def facts(self) -> dict[str, object]:
         """For `status`."""
-        cost = self.cost
-        known = asdict(cost) if cost is not None else {}
-        return {**known, "has_profile": self._has_prior, "num_prompts": self._num_prompts}
+        known = asdict(self.cost) if self.cost is not None else {}
+        return {**known, "has_profile": self._fit.has_prior, "num_prompts": self._fit.num_prompts}

@@ -12,6 +12,10 @@ from itertools import combinations
 
 # An observation counts half after so many later ones: a node whose clock or neighbours change is learned anew.
 HALF_LIFE = 200.0
+# A node's model without a profile is believed from so many prompts on.
+MIN_PROMPTS = 3
+COST_FACTS = ("prefill_constant_s", "prefill_per_token_s", "prefill_per_square_s")
+"""What prefilld tells of its PrefillCost in Status, in its order."""
 # How many observations the prior weighs at first, and for ever: terms that nothing excites stay where it has them.
 PRIOR_WEIGHT, LASTING_WEIGHT = 8.0, 0.02
 # Sizes at which the terms of each model are of the order of their weights; keeps the equations well conditioned.
@@ -87,7 +91,7 @@ class NonNegativeFit:
     """
 
     def __init__(self, prior: Sequence[float] | None, scale: Sequence[float], *, half_life: float = HALF_LIFE) -> None:
-        self._scale, self._has_prior = tuple(scale), prior is not None
+        self._scale, self.has_prior = tuple(scale), prior is not None
         prior = prior if prior is not None else [0.0] * len(scale)
         self._keep = 0.5 ** (1.0 / half_life)
         self._prior = [p * s for p, s in zip(prior, scale, strict=True)]
@@ -114,10 +118,9 @@ class NonNegativeFit:
         self.num_observations += 1
         self._solution = None
 
-    @property
-    def is_known(self) -> bool:
-        """Whether there is a prior, or something was seen."""
-        return self._has_prior or self.num_observations > 0
+    def is_known(self, least: int) -> bool:
+        """Whether there is a prior, or so many observations were seen."""
+        return self.has_prior or self.num_observations >= least
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -167,10 +170,20 @@ def _solve(a: list[list[float]], b: list[float]) -> list[float] | None:
 
 
 class PrefillFit:
-    """One node's PrefillCost, learned from its measured prompts."""
+    """One node's PrefillCost, learned from its measured prompts; without a prior it is believed from `least` on."""
 
-    def __init__(self, prior: PrefillCost | None = None) -> None:
-        self._fit = NonNegativeFit(astuple(prior) if prior is not None else None, PREFILL_SCALE)
+    def __init__(self, prior: PrefillCost | None = None, *, least: int = 1) -> None:
+        self._fit, self._least = NonNegativeFit(astuple(prior) if prior is not None else None, PREFILL_SCALE), least
+
+    @property
+    def has_prior(self) -> bool:
+        """Whether it began with one."""
+        return self._fit.has_prior
+
+    @property
+    def num_prompts(self) -> int:
+        """How many were seen."""
+        return self._fit.num_observations
 
     def observe(self, num_cached: int, num_uncached: int, seconds: float) -> None:
         """A prompt of which `num_uncached` tokens were computed took so long, its waits not counted."""
@@ -180,15 +193,15 @@ class PrefillFit:
 
     @property
     def cost(self) -> PrefillCost | None:
-        """None before anything is known."""
-        return PrefillCost(*self._fit.weights) if self._fit.is_known else None
+        """None before it is known."""
+        return PrefillCost(*self._fit.weights) if self._fit.is_known(self._least) else None
 
 
 class DecodeFit:
-    """One node's DecodeCost, learned from its measured steps."""
+    """One node's DecodeCost, learned from its measured steps; without a prior it is believed from `least` on."""
 
-    def __init__(self, prior: DecodeCost | None = None) -> None:
-        self._fit = NonNegativeFit(astuple(prior) if prior is not None else None, _DECODE_SCALE)
+    def __init__(self, prior: DecodeCost | None = None, *, least: int = 1) -> None:
+        self._fit, self._least = NonNegativeFit(astuple(prior) if prior is not None else None, _DECODE_SCALE), least
 
     def observe(self, num_rows: int, num_context_tokens: int, seconds: float) -> None:
         """A step of so many rows took so long."""
@@ -196,5 +209,5 @@ class DecodeFit:
 
     @property
     def cost(self) -> DecodeCost | None:
-        """None before anything is known."""
-        return DecodeCost(*self._fit.weights) if self._fit.is_known else None
+        """None before it is known."""
+        return DecodeCost(*self._fit.weights) if self._fit.is_known(self._least) else None

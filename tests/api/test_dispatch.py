@@ -41,7 +41,9 @@ class FailingBackend:
 
     info = SimpleNamespace(
         name="m",
-        layout=SimpleNamespace(states=(), token_bytes=0, transfer_bytes=lambda start, stop: 8 * (stop - start)),
+        layout=SimpleNamespace(
+            states=(), token_bytes=0, fixed_bytes=0, transfer_bytes=lambda start, stop: 8 * (stop - start)
+        ),
     )
 
     def __init__(self, error: Exception) -> None:
