@@ -19,11 +19,16 @@ from common.linkfacts import LinkSample, PathEstimate
 
 # Round trips that are longer than the shortest by this part of it, and by this time, have met a queue.
 QUEUE_SHARE, QUEUE_S = 0.5, 0.005
+# A queue that is no longer than this part of the shortest, or `QUEUE_S`, is drained.
+DRAINED_SHARE = 0.15
 # Ticks in a row that must have met one.
 NUM_QUEUED = 3
 # What the links together are held to, in parts of the capacity.
-CRUISE, PROBE, DRAIN = 0.99, 1.12, 0.9
-CRUISE_S, PROBE_S, MAX_DRAIN_S, PROBE_RTTS = 8.0, 0.3, 2.0, 4
+CRUISE, PROBE, DRAIN = 0.995, 1.12, 0.9
+PROBE_S, MAX_DRAIN_S, PROBE_RTTS = 0.3, 2.0, 4
+# From one probe to the next: short while the capacity is new, which may have been measured in a bad moment and would
+# hold the links down until the next probe; twice as long after each that found no more.
+FIRST_CRUISE_S, CRUISE_S = 1.0, 8.0
 # A capacity that nothing has confirmed for so long may have changed by much: the next burst probes this far beyond it.
 STALE_S, STALE_PROBE = 10.0, 2.0
 # More than the capacity by this much is a larger capacity; less than what the links may send by this much is a smaller.
@@ -71,6 +76,7 @@ class Path:
         self.capacity_bps, self.share = 0.0, 1.0
         self._probed_bps, self._probe = 0.0, PROBE
         self._mode_at = 0.0
+        self._cruise_s = FIRST_CRUISE_S
         self._ticks: deque[Tick] = deque()
         self._last: dict[int, LinkSample] = {}
         self._last_at = 0.0
@@ -127,7 +133,7 @@ class Path:
         self._num_queued = self._num_queued + 1 if is_queued else 0
         cap = self.cap_bps
         if is_queued or allowed_bps is None or (cap is not None and allowed_bps >= cap):
-            self._decide(now, self._goodput(now))
+            self._decide(now, self._goodput(now), tick.queueing_s)
 
     def _tick(self, now: float, samples: Sequence[LinkSample]) -> Tick | None:
         seconds = now - self._last_at
@@ -157,7 +163,7 @@ class Path:
             ticks.append(tick)
         return _rate(ticks) if sum(t.seconds for t in ticks) >= 0.9 * wanted else None
 
-    def _decide(self, now: float, goodput: float | None) -> None:
+    def _decide(self, now: float, goodput: float | None, queueing_s: float) -> None:
         age, is_queued = now - self._mode_at, self._num_queued >= NUM_QUEUED
         if goodput is not None:
             self._recent.append(goodput)
@@ -168,7 +174,7 @@ class Path:
                 self.capacity_bps = goodput
                 self._enter(Mode.DRAIN, now)
         elif self.mode is Mode.DRAIN:
-            if self._num_queued == 0 or age >= MAX_DRAIN_S:
+            if queueing_s <= max(QUEUE_S, DRAINED_SHARE * self._min_rtt_s) or age >= MAX_DRAIN_S:
                 self._enter(Mode.CRUISE, now)
         elif self.mode is Mode.PROBE:
             if is_queued and self._probe == STALE_PROBE:
@@ -177,11 +183,13 @@ class Path:
                     self.capacity_bps = goodput
                     self._enter(Mode.DRAIN, now)
             elif is_queued:
+                self._cruise_s = min(2 * self._cruise_s, CRUISE_S)
                 self._enter(Mode.DRAIN, now)
             elif age >= max(PROBE_S, PROBE_RTTS * self._min_rtt_s):
                 # A larger capacity was taken over above; a probe that found one is followed by the next at once.
                 has_found = self.capacity_bps > self._probed_bps
-                self._enter(Mode.PROBE if has_found else Mode.CRUISE, now, self._probe if has_found else PROBE)
+                self._cruise_s = FIRST_CRUISE_S if has_found else min(2 * self._cruise_s, CRUISE_S)
+                self._enter(Mode.PROBE if has_found else Mode.DRAIN, now, self._probe if has_found else PROBE)
         else:
             self._cruise(now, age, goodput, is_queued=is_queued)
 
@@ -193,14 +201,16 @@ class Path:
             self._short_since = now
         if self._short_since is not None and now - self._short_since >= SMALLER_S and goodput is not None:
             # With a queue the path carries less than it did; without one it is not the path that holds the links back.
-            self.capacity_bps = goodput
+            self.capacity_bps, self._cruise_s = goodput, FIRST_CRUISE_S
             self._enter(Mode.DRAIN if is_queued else Mode.FREE, now)
         elif is_queued:
             # The links are held to more than arrives: the most that arrived lately is the capacity.
             if self.share == 1.0:
-                self.capacity_bps = min(self.capacity_bps, max(self._recent) if self._recent else self.capacity_bps)
+                recent_bps = max(self._recent, default=self.capacity_bps)
+                if recent_bps < self.capacity_bps:
+                    self.capacity_bps, self._cruise_s = recent_bps, FIRST_CRUISE_S
             self._enter(Mode.DRAIN, now)
-        elif age >= CRUISE_S:
+        elif age >= self._cruise_s:
             self._enter(Mode.PROBE, now)
 
     def _enter(self, mode: Mode, now: float, probe: float = PROBE) -> None:
