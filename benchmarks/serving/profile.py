@@ -28,7 +28,7 @@ Prompts = Callable[[int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Medians, in seconds, bytes and bits per second.
+    """In seconds, bytes and bits per second; medians over requests, means over steps.
 
     Attributes:
         remote_points, own_points: (prompt tokens computed, seconds) at prefilld and at decoded.
@@ -133,12 +133,12 @@ def _decode(site: Site, prompts: Prompts, alone: Sequence[Answer]) -> DecodeCost
     """Steps of the ladder's prompts show what context costs, those of streams side by side what rows do."""
     fit = DecodeFit()
     for answer in alone:
-        fit.observe(1, answer.num_prompt, statistics.median(_gaps([answer])))
+        fit.observe(1, answer.num_prompt, statistics.fmean(_gaps([answer])))
     for rows in ROWS:
         answers = _together(site, [Ask(prompts(ROW_PROMPT), ROW_OUTPUT, 0.0, "local") for _ in range(rows)])
         start, stop = max(a.first_token_at for a in answers), min(a.done_at for a in answers)
         if found := _gaps(answers, start, stop):
-            fit.observe(rows, rows * (ROW_PROMPT + ROW_OUTPUT // 2), statistics.median(found))
+            fit.observe(rows, rows * (ROW_PROMPT + ROW_OUTPUT // 2), statistics.fmean(found))
     cost = fit.cost
     if cost is None:
         raise RuntimeError("no decode step was seen")
@@ -146,7 +146,9 @@ def _decode(site: Site, prompts: Prompts, alone: Sequence[Answer]) -> DecodeCost
 
 
 def _gaps(answers: Sequence[Answer], start: float = 0.0, stop: float = float("inf")) -> list[float]:
-    """Seconds between tokens of one stream, within a time."""
+    """Seconds between tokens of one stream, within a time. Their mean counts, not the median: a process that is held to
+    a part of a core runs and stands still by turns, and tokens reach the client in twos and threes.
+    """
     return [b - a for answer in answers for a, b in pairwise(answer.stamps) if start <= a and b <= stop]
 
 
@@ -160,7 +162,7 @@ def _mixed(site: Site, prompts: Prompts, length: int, own: Curve, decode: Decode
     before, meanwhile = _gaps(streams, 0.0, began), _gaps(streams, began, ended)
     if not before or not meanwhile or min(a.done_at for a in streams) < ended:
         raise RuntimeError("the streams beside which a prompt was computed ended before it")
-    stretch = statistics.median(meanwhile) / statistics.median(before)
+    stretch = statistics.fmean(meanwhile) / statistics.fmean(before)
     return max(1.0, late.timing["prefill_s"] / own(length - 1)), max(1.0, stretch)
 
 
@@ -184,7 +186,7 @@ def _late_s(
         raise RuntimeError("the streams beside which state was taken in ended before it")
     lost = []
     for stream in streams:
-        before = statistics.median(_gaps([stream], 0.0, late.arrived_at))
+        before = statistics.fmean(_gaps([stream], 0.0, late.arrived_at))
         meanwhile = _gaps([stream], late.arrived_at, late.first_token_at)
         lost.append(sum(meanwhile) - before * len(meanwhile))
     return max(0.0, statistics.median(lost)), late.report["raw_bytes"]
