@@ -89,7 +89,8 @@ class Tier:
         part.is_held = True
         if part.group == ROWS:
             self._num_children[part.entry.parent] = self._num_children.get(part.entry.parent, 0) + 1
-        self._rank(part)
+        if not part.num_pins:  # else when it is unpinned
+            self._rank(part)
 
     def remove(self, part: Part) -> None:
         """Forget a part; whoever pinned it keeps its payload."""

@@ -178,6 +178,15 @@ def test_cache_forgets_ends_before_beginnings():
     assert BlockCache(0, 512).match((1,)) == 0
 
 
+def test_cache_keeps_what_was_used_more_often_as_the_daemons_do():
+    cache = BlockCache(4 * 512, 512)
+    for _ in range(4):
+        cache.add((1, 2))
+    cache.add((3, 4))
+    cache.add((5, 6))
+    assert [cache.match(blocks) for blocks in ((1, 2), (3, 4), (5, 6))] == [1024, 0, 1024]
+
+
 def test_same_seed_same_run():
     def once():
         rng = np.random.default_rng(7)
