@@ -1,5 +1,5 @@
-"""A site's prefix cache in the simulation: blocks without bytes, of which goes what the daemons would give up, by the same
-code (common/sched/tier.py).
+"""A site's prefix cache in the simulation: blocks without bytes, of which goes what the daemons would give up, by the
+same code (common/sched/tier.py).
 
 A simulated block stands for one of theirs, and every block border can be continued at: that is a model all of whose
 layers keep rows, or snapshots at each border. Nothing is on disk. Called by site.py and scenario.py.
