@@ -120,7 +120,8 @@ class Timing:
 class RequestReport:
     """What happened to one request: returned under `prfaas` with X-Prfaas-Timing, kept for `decodectl explain`.
 
-    `predicted_ttft_s`, from arrival, is what the first routing decision expected; None where it could not, or failed.
+    `predicted_ttft_s`, from arrival, is what the first routing decision expected, whatever came of it; None where it
+    could not. Cached tokens are those that nobody computed for this request.
     """
 
     request_id: str

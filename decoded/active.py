@@ -62,7 +62,7 @@ class ActiveRequest:
         self._predicted_ttft_s: float | None = None
         self._attempt: RemoteAttempt | None = None
         self._is_cancelled = False
-        self._kept_tokens = 0
+        self._kept_tokens = self._num_own_cached = 0
         self._prefixes: Prefixes | None = None
         self._failed_peers: list[str] = []
         self._asked_again: list[str] = []
@@ -187,7 +187,7 @@ class ActiveRequest:
         if not await self._wait_admitted():
             return
         generation = self._generation = await self._dispatcher.backend.open(self.request)
-        self._kept_tokens = self.report.num_cached_tokens = generation.num_cached_tokens
+        self._kept_tokens = self.report.num_cached_tokens = self._num_own_cached = generation.num_cached_tokens
         self._prefixes = generation.prefixes
         if self._prefixes is not None and self._kept_tokens:
             request = self.request
@@ -296,15 +296,19 @@ class ActiveRequest:
             self._dispatcher.metrics.offload_failures.labels(peer, type(e).__name__).inc()
             if self._attempt is not None:
                 self._count_bytes(peer, self._attempt.prefill.report)
+                self.report.wire_bytes += self._attempt.prefill.report.wire_bytes
+                self.report.raw_bytes += self._attempt.prefill.report.raw_bytes
                 await self._keep_verified(generation, self._attempt)
             extra = {"request_id": request_id, "peer": peer, "error": type(e).__name__, "kept": self._kept_tokens}
-            log.warning("remote prefill failed, looking for another way: %s", e, extra=extra)
-            self.decisions[-1]["failure"] = f"{type(e).__name__}: {e}"
+            has_left = client is not None and self._dispatcher.client(peer) is not client
+            failure = f"peer {peer} left the configuration" if has_left else f"{type(e).__name__}: {e}"
+            log.warning("remote prefill failed, looking for another way: %s", failure, extra=extra)
+            self.decisions[-1]["failure"] = failure
             return e
         finally:
             self._attempt = self._place = None
         record_transfer(self.report, transfer, sent_at)
-        self.report.num_cached_tokens = transfer.num_cached_tokens
+        self._note_cached(transfer.num_cached_tokens)
         self._dispatcher.router.learned.transferred(peer, transfer.wire_bytes, transfer.raw_bytes)
         self._count_bytes(peer, transfer)
         self._joined_at = _now()
@@ -312,6 +316,13 @@ class ActiveRequest:
         timing.import_s = self._joined_at - transfer.last_byte_at
         generation.import_done(self.request.num_prompt_tokens - 1)
         return None
+
+    def _note_cached(self, num_cached: int) -> None:
+        """So many tokens the peer did not compute; of them those count as cached that nobody computed for this request,
+        as peers did that failed before.
+        """
+        num_own, num_kept = self._num_own_cached, self._kept_tokens
+        self.report.num_cached_tokens = num_own + max(0, num_cached - num_kept) if num_kept > num_own else num_cached
 
     def _pushes_from(self, client: PeerClient) -> int | None:
         """The peer gets what decoded has beyond so many tokens; None: it has that by now."""
@@ -328,7 +339,7 @@ class ActiveRequest:
 
     def _took(self, took_s: float) -> float:
         """What the latest decision cost: seconds until the prompt's state was in place, or until that failed."""
-        self.decisions[-1]["took_s"] = round(took_s, 6)
+        self.decisions[-1]["until_in_place_s"] = round(took_s, 6)
         return took_s
 
     def _count_bytes(self, peer: str, transfer: TransferReport) -> None:
@@ -345,9 +356,8 @@ class ActiveRequest:
         report = self.report
         report.route, report.peer, report.reason = decision.route, decision.peer, decision.reason
         report.warning = self._dispatcher.peer_warning if decision.route == "remote" else ""
-        waited_s, is_first = _now() - self.arrived_at, not self.decisions
-        predicted_s = decision.predicted_ttft_s
-        self._predicted_ttft_s = waited_s + predicted_s if is_first and predicted_s is not None else None
+        if not self.decisions and decision.predicted_ttft_s is not None:
+            self._predicted_ttft_s = _now() - self.arrived_at + decision.predicted_ttft_s
         report.uncached_tokens = max(0, self.request.num_prompt_tokens - 1 - report.num_cached_tokens)
         self.decisions.append(
             {"route": decision.route, "reason": decision.reason, "peer": decision.peer, "terms": decision.terms}
@@ -401,7 +411,8 @@ class ActiveRequest:
         self._dispatcher.metrics.ttft.labels(report.route).observe(timing.ttft_s)
         if self._predicted_ttft_s is not None:
             report.predicted_ttft_s = round(self._predicted_ttft_s, 6)
-            self._dispatcher.metrics.note_prediction(report.route, self._predicted_ttft_s, timing.ttft_s)
+            if len(self.decisions) == 1:  # a failure is nothing that was to be foreseen
+                self._dispatcher.metrics.note_prediction(report.route, self._predicted_ttft_s, timing.ttft_s)
 
     def _close(self, outcome: str) -> None:
         if self._is_closed:

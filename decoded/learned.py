@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from common.backend import DecodeStep
-from common.policy.costs import COST_FACTS, MIN_PROMPTS, DecodeCost, DecodeFit, PrefillCost, PrefillFit
+from common.policy.costs import COST_FACTS, DecodeCost, DecodeFit, PrefillCost, PrefillFit
 from common.policy.profile import NodeProfile
 from common.request import RequestReport
 
@@ -37,7 +37,7 @@ class Learned:
 
     def __init__(self, prior: NodeProfile | None = None) -> None:
         """`prior`: decoded's own profile."""
-        self._prefill = PrefillFit(prior.cost() if prior is not None else None, least=MIN_PROMPTS)
+        self._prefill = PrefillFit(prior.cost() if prior is not None else None)
         self._decode = DecodeFit(prior.decode if prior is not None else None, least=MIN_STEPS)
         self._codec_ratio: dict[str, Mean] = {}
         self.output_tokens = Mean(0.0)

@@ -26,7 +26,7 @@ from common.policy.views import Demand, LocalView, PeerView, record
 from common.request import Request
 from common.sched.prefixes import Prefixes
 from decoded.learned import Learned
-from decoded.views import local_view, peer_view, prompt_view, request_view
+from decoded.views import local_view, peer_view, prompt_view, request_view, with_speeds
 
 if TYPE_CHECKING:
     from decoded.dispatch import Dispatcher
@@ -206,7 +206,7 @@ class Router:
         settings, layout, active = dispatcher.settings, dispatcher.info.layout, list(dispatcher.active.values())
         clients = dispatcher.peers()
         widest = max((c.load.get("path_capacity_bps", 0.0) for c in clients), default=0.0)
-        views = []
+        views: list[PeerView] = []
         for client in clients:
             num_cached = dispatcher.peer_tokens(client.name, prefixes, limit)
             views.append(
@@ -220,7 +220,7 @@ class Router:
                     push_bps=widest,
                 )
             )
-        return views
+        return with_speeds(views)
 
     def _local_view(self) -> LocalView:
         dispatcher = self._dispatcher

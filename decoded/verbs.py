@@ -125,12 +125,21 @@ def number(value: float) -> float | int | str:
     return "inf" if math.isinf(value) else int(value) if value == int(value) else value
 
 
+_NO_USE = {
+    "adaptive": "a threshold that was set decides only while no speed is known",
+    "local-only": "no threshold is looked at",
+    "remote-only": "no threshold is looked at",
+}
+
+
 def threshold_facts(dispatcher: Dispatcher) -> dict[str, Any]:
     """The threshold now; with "auto" what it is made of."""
     router, controller = dispatcher.router, dispatcher.router.controller
     facts: dict[str, Any] = {"threshold_tokens": number(round(router.threshold_tokens, 1))}
     if dispatcher.settings.threshold_tokens is None:
         facts |= {"is_auto": True, "is_solved": controller.solution is not None, "factor": round(controller.factor, 3)}
+    elif dispatcher.settings.mode != "threshold":
+        facts["note"] = f"routing.mode is {dispatcher.settings.mode}: {_NO_USE[dispatcher.settings.mode]}"
     return facts
 
 

@@ -5,13 +5,15 @@ Decides nothing; the views are plain numbers that `common.policy.views.record` c
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import astuple, replace
+from statistics import fmean
 
 from common.backend import BackendStats
 from common.hosts import is_loopback
 from common.layout import ModelInfo
 from common.net.pool import PeerClient
+from common.policy.costs import PrefillCost
 from common.policy.views import LocalView, PeerView, RequestView, Site
 from common.request import Request
 from decoded.active import ActiveRequest
@@ -100,6 +102,19 @@ def peer_view(
         # The way out is taken for as wide as the widest way in: what is shared is this site's line.
         push_bps=LOOPBACK_BPS if is_loopback(client.host) else push_bps,
     )
+
+
+def with_speeds(peers: Sequence[PeerView]) -> list[PeerView]:
+    """A peer of which nothing was seen yet is taken to be like the others of its site: a newcomer gets its part."""
+    known: dict[Site, list[PrefillCost]] = {}
+    for peer in peers:
+        if peer.is_usable and peer.cost is not None:
+            known.setdefault(peer.site, []).append(peer.cost)
+    typical = {site: PrefillCost(*map(fmean, zip(*map(astuple, costs), strict=True))) for site, costs in known.items()}
+    return [
+        replace(peer, cost=typical[peer.site], is_assumed=True) if peer.cost is None and peer.site in typical else peer
+        for peer in peers
+    ]
 
 
 def local_view(

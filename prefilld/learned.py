@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, astuple
 
-from common.policy.costs import COST_FACTS, MIN_PROMPTS, PrefillCost, PrefillFit
+from common.policy.costs import COST_FACTS, PrefillCost, PrefillFit
 
 
 class LearnedCost:
     """Seconds of prefill here, from the profile on."""
 
     def __init__(self, prior: PrefillCost | None = None) -> None:
-        self._fit = PrefillFit(prior, least=MIN_PROMPTS)
+        self._fit = PrefillFit(prior)
 
     def prefilled(self, num_cached: int, num_uncached: int, seconds: float) -> None:
         """So many tokens of a prompt were computed behind others, in so many seconds of its own chunks."""

@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import asdict
+from functools import partial
 from math import isfinite
 
 from common.errors import LinkLost, PdError, PeerEngineFailed, PeerError
@@ -31,7 +32,7 @@ from common.wire.frames import Target
 from common.wire.framing import Unopened
 from common.wire.holdings import Holding, cache_events
 from common.wire.incoming import ReceiveStream
-from common.wire.messages import Drain, HelloAck, Measure, Piece, Status
+from common.wire.messages import Complete, Drain, HelloAck, Measure, Piece, Status
 from common.wire.outgoing import SendStream
 from common.wire.serving import ServerSession
 from common.wire.session import (
@@ -70,7 +71,7 @@ class ServerPeer:
     ) -> None:
         self.ours, self.layout, self.codecs, self.handler, self.trace = ours, layout, codecs, handler, trace
         self.session = ServerSession(
-            ours, layout, vocab_size, _new_handle, credit_bytes=credit_bytes, is_sealed=is_sealed
+            ours, layout, vocab_size, partial(secrets.token_bytes, 16), credit_bytes=credit_bytes, is_sealed=is_sealed
         )
         self.session_id = b""
         self.session_key: bytes | None = None
@@ -215,6 +216,8 @@ class ServerPeer:
                 break
             for out in outbox:
                 if self.control is not None and self.control.is_open:
+                    if isinstance(out.message, Complete):
+                        self._send_facts()  # or the client would see its own prompt wait until the next heartbeat
                     self.control.send(out.message, out.stream_id, out.payload)
             for event in events:
                 if isinstance(event, StreamRequested):
@@ -438,12 +441,10 @@ class ServerPeer:
             self._lease = self._loop.call_later(_EXPIRE_AGAIN_S, self._expire)
 
     def _send_status(self) -> None:
-        if self.control is not None and self.control.is_open:
-            facts = self._path_facts() | (dict(self.load()) if self.load is not None else {})
-            if facts:
-                self.control.send(Status({name: float(value) for name, value in facts.items() if isfinite(value)}))
-            self._status = self._loop.call_later(self.ours.heartbeat_s, self._send_status)
+        self._send_facts()
+        self._status = self._loop.call_later(self.ours.heartbeat_s, self._send_status)
 
-
-def _new_handle() -> bytes:
-    return secrets.token_bytes(16)
+    def _send_facts(self) -> None:
+        facts = self._path_facts() | (dict(self.load()) if self.load is not None else {})
+        if facts and self.control is not None and self.control.is_open:
+            self.control.send(Status({name: float(value) for name, value in facts.items() if isfinite(value)}))

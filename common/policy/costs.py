@@ -12,12 +12,15 @@ from itertools import combinations
 
 # An observation counts half after so many later ones: a node whose clock or neighbours change is learned anew.
 HALF_LIFE = 200.0
-# A node's model without a profile is believed from so many prompts on.
-MIN_PROMPTS = 3
+# Without a profile a node's first prompt of so many tokens tells its speed, and the shape is guessed: at `CURVE_TOKENS`
+# attention takes as long as all else, and what a prompt costs whatever its length is some `GUESS_S`, give or take.
+FIRST_TOKENS, CURVE_TOKENS, GUESS_S = 64, 1e4, 0.1
 COST_FACTS = ("prefill_constant_s", "prefill_per_token_s", "prefill_per_square_s")
 """What prefilld tells of its PrefillCost in Status, in its order."""
 # How many observations the prior weighs at first, and for ever: terms that nothing excites stay where it has them.
 PRIOR_WEIGHT, LASTING_WEIGHT = 8.0, 0.02
+# The same for a guess: one observation is worth far more, it is right to a sixth or so.
+GUESS_WEIGHT, GUESS_LASTS = 0.03, 0.002
 # Sizes at which the terms of each model are of the order of their weights; keeps the equations well conditioned.
 PREFILL_SCALE = (1.0, 1e4, 1e8)
 _DECODE_SCALE = (1.0, 1e1, 1e5)
@@ -37,8 +40,8 @@ class PrefillCost:
         """Seconds alone on the node; 0 when there is nothing to compute."""
         if num_uncached <= 0:
             return 0.0
-        squares = num_uncached * (num_uncached + 2.0 * num_cached)
-        return self.constant_s + self.per_token_s * num_uncached + self.per_square_s * squares
+        one, tokens, squares = prefill_terms(num_cached, num_uncached)
+        return self.constant_s * one + self.per_token_s * tokens + self.per_square_s * squares
 
     def queue_s(self, num_tokens: float, num_requests: int) -> float:
         """Seconds for a queue, its requests taken to be alike."""
@@ -83,6 +86,11 @@ class StateSize:
         return self.fixed_bytes + self.window_bytes_per_token * min(num_tokens - num_held, self.window_tokens)
 
 
+def prefill_terms(num_cached: float, num_uncached: float) -> tuple[float, float, float]:
+    """What the weights of a PrefillCost are multiplied by, in its order."""
+    return 1.0, num_uncached, num_uncached * (num_uncached + 2.0 * num_cached)
+
+
 class NonNegativeFit:
     """Least squares with weights >= 0, older observations forgotten, relative errors equally bad at all sizes.
 
@@ -90,7 +98,15 @@ class NonNegativeFit:
     of the unconstrained ones over every subset of terms (Lawson and Hanson, Solving Least Squares Problems, ch. 23).
     """
 
-    def __init__(self, prior: Sequence[float] | None, scale: Sequence[float], *, half_life: float = HALF_LIFE) -> None:
+    def __init__(
+        self,
+        prior: Sequence[float] | None,
+        scale: Sequence[float],
+        *,
+        half_life: float = HALF_LIFE,
+        doubts: Sequence[float] | None = None,
+    ) -> None:
+        """`doubts`: the prior is a guess, and each of its weights may well be wrong by so much."""
         self._scale, self.has_prior = tuple(scale), prior is not None
         prior = prior if prior is not None else [0.0] * len(scale)
         self._keep = 0.5 ** (1.0 / half_life)
@@ -98,10 +114,12 @@ class NonNegativeFit:
         size = len(self._prior)
         # Without a prior a trace of pull towards zero keeps the equations solvable.
         typical = sum(self._prior)
-        self._pull = typical**-2 if typical else 1e-9
-        first = PRIOR_WEIGHT * self._pull if typical else 0.0
-        self._a = [[first if i == j else 0.0 for j in range(size)] for i in range(size)]
-        self._b = [first * p for p in self._prior]
+        weight = (PRIOR_WEIGHT if doubts is None else GUESS_WEIGHT) if typical else 0.0
+        wrong = [typical] * size if doubts is None else [d * s for d, s in zip(doubts, scale, strict=True)]
+        self._pulls = [by**-2 if by else 1e-9 for by in wrong]
+        self._lasting = LASTING_WEIGHT if doubts is None else GUESS_LASTS
+        self._a = [[weight * pull if i == j else 0.0 for j in range(size)] for i, pull in enumerate(self._pulls)]
+        self._b = [weight * pull * p for pull, p in zip(self._pulls, self._prior, strict=True)]
         self._solution: tuple[float, ...] | None = tuple(prior)
         self.num_observations = 0
 
@@ -126,9 +144,9 @@ class NonNegativeFit:
     def weights(self) -> tuple[float, ...]:
         """The weights by what was seen so far."""
         if self._solution is None:
-            lasting = LASTING_WEIGHT * self._pull
-            a = [[v + lasting * (i == j) for j, v in enumerate(row)] for i, row in enumerate(self._a)]
-            best = _non_negative(a, [v + lasting * p for v, p in zip(self._b, self._prior, strict=True)])
+            lasting = [self._lasting * pull for pull in self._pulls]
+            a = [[v + lasting[i] * (i == j) for j, v in enumerate(row)] for i, row in enumerate(self._a)]
+            best = _non_negative(a, [v + w * p for v, w, p in zip(self._b, lasting, self._prior, strict=True)])
             self._solution = tuple(w / s for w, s in zip(best, self._scale, strict=True))
         return self._solution
 
@@ -170,31 +188,29 @@ def _solve(a: list[list[float]], b: list[float]) -> list[float] | None:
 
 
 class PrefillFit:
-    """One node's PrefillCost, learned from its measured prompts; without a prior it is believed from `least` on."""
+    """One node's PrefillCost, learned from its measured prompts, from a profile on or from a guess at the first."""
 
-    def __init__(self, prior: PrefillCost | None = None, *, least: int = 1) -> None:
-        self._fit, self._least = NonNegativeFit(astuple(prior) if prior is not None else None, PREFILL_SCALE), least
-
-    @property
-    def has_prior(self) -> bool:
-        """Whether it began with one."""
-        return self._fit.has_prior
-
-    @property
-    def num_prompts(self) -> int:
-        """How many were seen."""
-        return self._fit.num_observations
+    def __init__(self, prior: PrefillCost | None = None) -> None:
+        self.has_prior, self.num_prompts = prior is not None, 0
+        self._fit = NonNegativeFit(astuple(prior), PREFILL_SCALE) if prior is not None else None
 
     def observe(self, num_cached: int, num_uncached: int, seconds: float) -> None:
         """A prompt of which `num_uncached` tokens were computed took so long, its waits not counted."""
-        if num_uncached > 0:
-            squares = num_uncached * (num_uncached + 2 * num_cached)
-            self._fit.observe((1.0, num_uncached, squares), seconds)
+        if num_uncached <= 0 or seconds <= 0:
+            return
+        if self._fit is None:
+            if num_uncached < FIRST_TOKENS:
+                return
+            token_s = seconds / PrefillCost(0.0, 1.0, 1.0 / CURVE_TOKENS).seconds(num_cached, num_uncached)
+            guess = (0.0, token_s, token_s / CURVE_TOKENS)
+            self._fit = NonNegativeFit(guess, PREFILL_SCALE, doubts=(GUESS_S, *guess[1:]))
+        self.num_prompts += 1
+        self._fit.observe(prefill_terms(num_cached, num_uncached), seconds)
 
     @property
     def cost(self) -> PrefillCost | None:
         """None before it is known."""
-        return PrefillCost(*self._fit.weights) if self._fit.is_known(self._least) else None
+        return PrefillCost(*self._fit.weights) if self._fit is not None else None
 
 
 class DecodeFit:

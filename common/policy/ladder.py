@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from itertools import pairwise
+from math import inf
 from statistics import median
 from typing import Any
 
-from common.policy.costs import DecodeFit, PrefillFit
+from common.policy.costs import PREFILL_SCALE, DecodeFit, NonNegativeFit, prefill_terms
 
 FIRST_TOKENS = 64
 """The shortest prompt that is measured, where the limit allows three others."""
@@ -91,10 +92,10 @@ def prefill_facts(samples: Samples) -> dict[str, Any]:
     """`prefill` of a profile: the curve's points, and the cost nearest to all that was measured."""
     typical = _typical_prefill(samples.prefill)
     points = rising(_curve(typical))
-    fit = PrefillFit()
+    fit = NonNegativeFit(None, PREFILL_SCALE, half_life=inf)
     for s in typical:
-        fit.observe(s.num_cached, s.num_tokens, s.seconds)
-    constant, linear, square = astuple(fit.cost) if fit.cost is not None else (0.0, 0.0, 0.0)
+        fit.observe(prefill_terms(s.num_cached, s.num_tokens), s.seconds)
+    constant, linear, square = fit.weights
     cost = {"constant_s": constant, "per_token_s": linear, "per_square_s": square}
     return {"points": [[int(x), significant(y)] for x, y in points]} | {k: significant(v) for k, v in cost.items()}
 

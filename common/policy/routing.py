@@ -105,9 +105,17 @@ def _facts(request: RequestView, peers: Sequence[PeerView], rules: Rules) -> dic
         "uncached_tokens": request.num_uncached_tokens,
         "threshold_tokens": "inf" if math.isinf(threshold) else threshold,
         "inequality": _inequality(request.num_uncached_tokens, threshold),
-        "peers": {p.name: "usable" if p.is_usable else p.why_not for p in peers},
+        "peers": {p.name: _state(p) for p in peers},
         "failed_peers": list(request.failed_peers),
     }
+
+
+def _state(peer: PeerView) -> str:
+    if not peer.is_usable:
+        return peer.why_not
+    if peer.cost is None:
+        return "usable, its speed is not known yet"
+    return "usable, taken to be as fast as the others" if peer.is_assumed else "usable"
 
 
 def _inequality(uncached: int, threshold: float) -> str:

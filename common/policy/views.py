@@ -24,7 +24,8 @@ class PeerView:
     Attributes:
         num_queued_tokens: uncached prompt tokens ahead of a new request there, of `num_queued` requests.
         queued_s: seconds until the peer could start a new request; None: from its tokens and its cost model.
-        cost: what computing takes there; None before it is known.
+        cost: what computing takes there; None before it is known. `is_assumed`: nothing was seen of this one yet, it is
+            taken to be like the others.
         site: "own" stands beside decoded (PD-P in the paper's words), "remote" behind the slow path (PrfaaS).
         num_cached_tokens: the longest point of this prompt at which the peer can continue.
         chunk_tokens: of one step there; 0 when unknown.
@@ -46,6 +47,7 @@ class PeerView:
     num_queued: int = 0
     queued_s: float | None = None
     cost: PrefillCost | None = None
+    is_assumed: bool = False
     site: Site = "remote"
     num_cached_tokens: int = 0
     chunk_tokens: int = 0

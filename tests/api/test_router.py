@@ -12,7 +12,7 @@ from common.policy.costs import DecodeCost, PrefillCost
 from common.policy.profile import NodeProfile, Polynomial
 from common.policy.views import Demand
 from common.request import Request, RequestReport, SamplingParams
-from decoded.learned import MIN_PROMPTS, Learned, told_cost
+from decoded.learned import Learned, told_cost
 from decoded.router import INITIAL_THRESHOLD, Router
 from decoded.settings import DispatchSettings
 from tests.net.rig import model_info
@@ -71,10 +71,9 @@ def test_what_a_peer_tells_of_its_speed_is_taken():
     assert told_cost({}) is None
 
 
-def test_an_own_profile_is_believed_from_the_start_and_a_few_prompts_are_not():
+def test_an_own_profile_is_believed_from_the_start_and_without_one_the_first_prompt_that_is_long_enough():
     learned = Learned()
-    for _ in range(MIN_PROMPTS - 1):
-        learned.prefilled(RequestReport("r", num_prompt_tokens=101), 5.0)
+    learned.prefilled(RequestReport("r", num_prompt_tokens=16), 5.0)
     assert learned.local_cost(1000.0) == PrefillCost(0.0, 1e-3)
     learned.prefilled(RequestReport("r", num_prompt_tokens=101), 5.0)
     assert learned.local_cost(1000.0).seconds(0, 100) == pytest.approx(5.0)
@@ -92,6 +91,19 @@ def test_short_prompts_stay_and_long_ones_go_and_both_are_predicted():
     assert told["local"]["prefill_s"] == pytest.approx(4.999)
     assert told["far"]["prefill_s"] == pytest.approx(0.02 + 4999 * 2e-4, abs=1e-3)
     assert decision.predicted_ttft_s == pytest.approx(told["far"]["ttft_s"], abs=1e-3)
+
+
+def test_a_peer_that_has_told_no_speed_is_taken_to_be_like_the_others():
+    newcomer = peer("new")
+    newcomer.load = {}
+    site = Site(peer("far", num_queued_tokens=50_000.0), newcomer)
+    decision = site.ask(5000)
+    assert (decision.peer, decision.reason) == ("new", "adaptive")
+    assert decision.terms["peers"]["new"] == "usable, taken to be as fast as the others"
+    assert decision.terms["peers"]["far"] == "usable"
+    alone = Site(newcomer).ask(5000)
+    assert alone.reason == "above_threshold"
+    assert alone.terms["peers"]["new"] == "usable, its speed is not known yet"
 
 
 def test_a_full_batch_is_waited_for_wherever_the_prompt_is_computed():

@@ -62,8 +62,12 @@ def test_time_lost_at_a_peer_that_died_is_a_part_of_its_own(cluster):
     told = cluster.decoded.ctl("explain", answer["request_id"])
     assert [d["route"] for d in told["decisions"]] == ["remote", "local"]
     first, second = told["decisions"]
-    assert first["took_s"] == pytest.approx(timing["failed_remote_s"], abs=1e-5) and "failure" in first
-    assert second["took_s"] == pytest.approx(timing["prefill_s"], abs=0.2)
+    assert first["until_in_place_s"] == pytest.approx(timing["failed_remote_s"], abs=1e-5) and "failure" in first
+    assert second["until_in_place_s"] == pytest.approx(timing["prefill_s"], abs=0.2)
+    assert told["report"]["predicted_ttft_s"] == answer["predicted_ttft_s"]
+    assert (answer["cached_tokens"], answer["uncached_tokens"]) == (0, 5999)
+    if first["kept_tokens"]:
+        assert answer["raw_bytes"] > 0
     counted = metrics(cluster.decoded.config["http"]["port"])
     assert counted['prfaas_failed_remote_seconds_count{peer="prefilld0"}'] == 1
     assert counted['prfaas_failed_remote_seconds_sum{peer="prefilld0"}'] > 0.1

@@ -207,6 +207,7 @@ class Rig:
         self.trace: list[tuple[str, dict[str, Any]]] = []
         self.proxy: Proxy | None = None
         self.egress: Any = None
+        self.load: dict[str, float] = {}
         self._changed = asyncio.Event()
 
     async def start(
@@ -239,7 +240,7 @@ class Rig:
             server_end,
             options or self.options,
             self._handle,
-            load=lambda: {"num_queued": 3},
+            load=lambda: {"num_queued": 3, **self.load},
             egress=self.egress,
             trace=lambda event, *, now, **fields: self.trace.append((event, fields | {"at": now})),
         )

@@ -191,3 +191,14 @@ async def test_status_of_both_ends_is_plain_data():
         assert status["identity"]["weights"] == "weights" and status["numerics"] == {"dtype": "float32"}
         assert status["load"] == {"num_queued": 3.0} and status["bytes_in"] > WIDE.transfer_bytes(0, 500)
         assert session["name"] == "d" and session["num_links"] == 3 and session["staged_bytes"] == 0
+
+
+@both_loops
+async def test_load_is_fresh_when_a_prefill_is_done():
+    """The client's own prompt is in no queue any more, and that is told with its end, not at the next heartbeat."""
+    async with rigged(options=replace(FAST, heartbeat_s=60.0)) as rig:
+        rig.load["num_queued_tokens"] = 500.0
+        prefill, sink = rig.ask(500)
+        rig.load["num_queued_tokens"] = 7.0
+        await rig.finish(prefill, sink)
+        assert rig.client.load["num_queued_tokens"] == 7.0
