@@ -223,7 +223,10 @@ class StreamConfig(Section):
         le=3600,
     )
     credit_bytes: Size = key(
-        64 * MIB, "Encoded bytes a sender may have under way to us per session: bounds our receive memory.", ge=64 * KIB
+        64 * MIB,
+        "Encoded bytes a sender may have under way to us per session: bounds our receive memory.",
+        ge=64 * KIB,
+        le=1 << 40,
     )
     max_staged_bytes: Size = key(
         64 * MIB,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class PartFiles:
 
     def __init__(self, folder: Path, identity: str) -> None:
         self.folder = folder / identity
+        self.num_refused = 0
 
     def write(self, entry: Entry, group: int, first: int, part: Bytes) -> DiskPart:
         """Write a part, whole or not at all; `first` as in tier.Part. Raises OSError."""
@@ -93,13 +95,16 @@ class PartFiles:
         found: list[tuple[float, DiskPart]] = []
         for path in sorted(self.folder.glob("*/*")):
             try:
+                facts = path.stat()
+                if not stat.S_ISREG(facts.st_mode):
+                    raise ValueError("it is no regular file")  # opening a pipe would wait for a writer
                 with path.open("rb") as file:
                     entry, group, first, _, offset = _read_header(file.read(len(_MAGIC) + _MAX_HEADER))
-                facts = path.stat()
                 if path != self._path(entry.name, group):
                     raise ValueError("it does not have the name of what it holds")
             except (OSError, ValueError) as e:
                 log.warning("removing a file that is no part of the cache: %s", e, extra={"path": str(path)})
+                self.num_refused += 1
                 with suppress(OSError):
                     path.unlink()
                 continue
@@ -134,10 +139,13 @@ def _read_header(data: bytes) -> tuple[Entry, int, int, str, int]:
     try:
         facts = json.loads(data[len(_MAGIC) : end])
         name, parent = bytes.fromhex(facts["name"]), bytes.fromhex(facts["parent"])
-        entry = Entry(name, parent, int(facts["stop"]), int(facts["num_tokens"]))
-        group, first, digest, scheme = int(facts["group"]), int(facts["first"]), str(facts["digest"]), facts["scheme"]
-    except (KeyError, TypeError, json.JSONDecodeError) as e:
-        raise ValueError(f"its header cannot be read: {e!r}") from None
+        stop, num_tokens, group, first = (facts[key] for key in ("stop", "num_tokens", "group", "first"))
+        digest, scheme = str(facts["digest"]), facts["scheme"]
+    except (KeyError, TypeError, json.JSONDecodeError, RecursionError) as e:
+        raise ValueError(f"its header cannot be read: {e!r:.200}") from None
+    if not all(type(number) is int for number in (stop, num_tokens, group, first)):
+        raise ValueError(f"its header has other than whole numbers: {facts!r:.300}")
+    entry = Entry(name, parent, stop, num_tokens)
     if scheme != HASH_SCHEME or len(name) != NAME_BYTES or len(parent) != NAME_BYTES:
         raise ValueError(f"its header is of another kind: {facts}")
     return entry, group, first, digest, end + 1

@@ -254,7 +254,11 @@ class FakeExecutor:
     def _sleep_until(self, instant: float) -> None:
         wait_s = instant - self._clock()
         if wait_s > 0:
-            self._sleep(wait_s)
+            self._sleep(min(wait_s, _LONGEST_S))
+
+
+# Clocks of operating systems take no more than some years.
+_LONGEST_S = 1e6
 
 
 def _mix(words: U64) -> U64:

@@ -145,7 +145,8 @@ class _Life(Generic[C]):
         interval = (self._notify.watchdog_s or 6.0) / 3
         was_healthy = True
         while True:
-            is_healthy = service.is_healthy()
+            # An engine that was closed makes no progress; how long stopping may take systemd was told.
+            is_healthy = self._phase == "stopping" or service.is_healthy()
             if is_healthy and self._notify.watchdog_s is not None:
                 self._notify.watchdog()
             if is_healthy != was_healthy:

@@ -6,10 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+MOST_TOLD = 1e15
+"""Larger numbers are no count, no rate and no time that anything here could have."""
 LinkKey = tuple[str, int]
 """(peer's instance id, number of the data link)."""
 # Data links to a peer that is not on this machine: at first, and where the sender asks for more.
 FIRST_LINKS, MOST_LINKS = 4, 8
+
+
+def sane(facts: Mapping[str, float]) -> dict[str, float]:
+    """What a peer told, without what cannot be: everything that is told is at least 0."""
+    return {name: value for name, value in facts.items() if 0 <= value <= MOST_TOLD}
 
 
 @dataclass(frozen=True, slots=True)

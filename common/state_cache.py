@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ _LONG_TOKENS = 8192
 _BATCH, _MAX_WRITING = 64, 256 << 20
 # Parts copied in one go, and what a stopping daemon spends on writing memory to disk.
 _NUM_COPIED, _MAX_FLUSH_S = 16, 10.0
+# Failures to write are logged so often at most.
+_TELL_S = 10.0
 
 
 @dataclass(slots=True)
@@ -115,6 +118,7 @@ class StateCache:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="state-cache")
         self._tasks: set[asyncio.Task[None]] = set()
         self._writing_bytes = 0
+        self._told_at, self._num_told = -math.inf, 0
 
     async def start(self) -> None:
         """Take over what an earlier process left on disk."""
@@ -129,10 +133,14 @@ class StateCache:
                 if is_ours
                 else None
             )
-            if part is None:
-                self._files.remove(found)
-            else:
+            if part is not None:
                 self.books.commit(self.books.disk, part, found)
+                continue
+            if not is_ours:
+                self.counts.num_damaged += 1
+                log.warning("removing a part of the cache that is cut off or too long", extra={"path": str(found.path)})
+            self._files.remove(found)
+        self.counts.num_damaged += self._files.num_refused
 
     async def close(self) -> None:
         """Write what fits to disk, and stop."""
@@ -333,8 +341,7 @@ class StateCache:
         try:
             found = await self._in_thread(files.write, to.entry, to.group, to.first, payload)
         except OSError as e:
-            log.warning("state could not be written to disk: %s", e, extra={"num_bytes": to.num_bytes})
-            self.counts.num_disk_errors += 1
+            self._note_disk_error(e)
             self.books.abandon(self.books.disk, to)
             self.on_change()
             return
@@ -345,6 +352,15 @@ class StateCache:
             self.counts.disk_written_bytes += to.num_bytes
         else:
             files.remove(found)
+
+    def _note_disk_error(self, error: OSError) -> None:
+        """A full disk fails every part: one line in a while says how many."""
+        self.counts.num_disk_errors += 1
+        now = asyncio.get_running_loop().time()
+        if now - self._told_at >= _TELL_S:
+            num = self.counts.num_disk_errors - self._num_told
+            log.warning("state could not be written to disk and is given up: %s", error, extra={"num_parts": num})
+            self._told_at, self._num_told = now, self.counts.num_disk_errors
 
     def _remove_file(self, part: Part) -> None:
         if self._files is not None and isinstance(part.payload, DiskPart):

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +117,9 @@ class Dispatcher:
             if isinstance(e, Overloaded):
                 log.warning("request shed", extra={"request_id": request.request_id, "gate": e.gate, "why": str(e)})
             raise
+        except Exception:
+            self.metrics.requests.labels("none", "error").inc()
+            raise
         active = ActiveRequest(self, request, demand, arrived_at, is_queued=is_queued)
         self.active[request.request_id] = active
         self._idle.clear()
@@ -156,8 +159,7 @@ class Dispatcher:
         """A request ended: free its admission, start who waited, keep its record for `explain`."""
         request_id = active.request.request_id
         self.active.pop(request_id, None)
-        for started in self.admission.release(request_id, time.monotonic(), active.num_output_tokens):
-            self.active[started].admit()
+        self._admit(self.admission.release(request_id, time.monotonic(), active.num_output_tokens))
         self.records[request_id] = RequestRecord(active.decisions, active.report, active.num_output_tokens)
         while len(self.records) > _KEPT_RECORDS:
             self.records.popitem(last=False)
@@ -171,7 +173,10 @@ class Dispatcher:
 
     def start_admitted(self) -> None:
         """Let those run who fit now."""
-        for request_id in self.admission.pump(time.monotonic()):
+        self._admit(self.admission.pump(time.monotonic()))
+
+    def _admit(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
             self.active[request_id].admit()
 
     async def wait_idle(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from common.backend import DecodeStep
-from common.policy.costs import COST_FACTS, DecodeCost, DecodeFit, PrefillCost, PrefillFit
+from common.policy.costs import COST_FACTS, MOST_COST, DecodeCost, DecodeFit, PrefillCost, PrefillFit
 from common.policy.profile import NodeProfile
 from common.request import RequestReport
 
@@ -82,8 +82,11 @@ class Learned:
 
 
 def told_cost(load: Mapping[str, float]) -> PrefillCost | None:
-    """What computing takes at a peer by its own word; from its rate alone while it has no more to tell."""
+    """What computing takes at a peer by its own word; from its rate alone while it has no more to tell; None where that
+    is not known or cannot be.
+    """
     if all(fact in load for fact in COST_FACTS):
-        return PrefillCost(*(max(0.0, load[fact]) for fact in COST_FACTS))
+        told = [load[fact] for fact in COST_FACTS]
+        return PrefillCost(*told) if all(s <= most for s, most in zip(told, MOST_COST, strict=True)) else None
     rate = load.get("prefill_tokens_per_s", 0.0)
-    return PrefillCost(0.0, 1.0 / rate) if rate > 0 else None
+    return PrefillCost(0.0, 1.0 / rate) if rate * MOST_COST[1] >= 1 else None

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Sequence
-from math import inf
+from math import inf, isfinite
 from typing import TYPE_CHECKING
 
 from common.policy.allocation import Allocation, allocate
@@ -114,6 +114,7 @@ class Router:
         num_uncached = max(1, round(last * self.learned.uncached_share.value))
         view = prompt_view(self._dispatcher.info, demand.request_id, last + 1, max(0, last - num_uncached))
         ways = self._possible(num_uncached, alternatives(view, [p for p in peers if p.is_usable], local, "never"))
+        ways = [way for way in ways if isfinite(way.ttft_s)]
         if not ways:
             return None
         tokens_per_s = sum(num_uncached / max(way.prefill_s, way.link_s, 1e-9) for way in ways)

@@ -13,7 +13,7 @@ from typing import Protocol
 from common.backend import StateSink, StateSource
 from common.errors import BadMessage, LayoutMismatch, LinkLost, LocalProtocolError, PdError, PeerDraining, PromptTooLong
 from common.hosts import is_loopback
-from common.linkfacts import MOST_LINKS
+from common.linkfacts import MOST_LINKS, sane
 from common.net.codecs import INLINE_BYTES, CodecPool
 from common.net.dialer import INCOMPATIBLE_CODES, Dialer, Failure
 from common.net.ends import connection_config
@@ -337,9 +337,9 @@ class PeerClient:
             self._is_draining = message.is_draining
             self._update_state()
         elif isinstance(message, Status):
-            self._load = message.facts
+            self._load = sane(message.facts)
             if not self.options.data_links:
-                self._dialer.want(int(min(message.facts.get("wanted_data_links", 0), MOST_LINKS)))
+                self._dialer.want(int(min(self._load.get("wanted_data_links", 0), MOST_LINKS)))
         else:
             self._session.receive(event.stream_id, message, now())
         self._flush()

@@ -96,14 +96,17 @@ class AdmissionController:
         self._check_memory(demand)
         before, refusal = self.queue.cost_before(demand), self._full(demand)
         self.queue.push(demand, self._cost(demand))
-        head, passed = self._startable()
-        if head is demand:
-            refusal = self._late(demand, None)
-        elif refusal is None:
-            refusal = self._late(demand, self._wait_s(demand, before, now))
-        if refusal is not None:
+        try:
+            head, passed = self._startable()
+            if head is demand:
+                refusal = self._late(demand, None)
+            elif refusal is None:
+                refusal = self._late(demand, self._wait_s(demand, before, now))
+            if refusal is not None:
+                raise refusal
+        except BaseException:  # whoever is not taken in must not stay in the queue
             self.queue.remove(demand.request_id)
-            raise refusal
+            raise
         if head is demand:
             self._start(passed)
             return "running"

@@ -17,6 +17,8 @@ HALF_LIFE = 200.0
 FIRST_TOKENS, CURVE_TOKENS, GUESS_S = 64, 1e4, 0.1
 COST_FACTS = ("prefill_constant_s", "prefill_per_token_s", "prefill_per_square_s")
 """What prefilld tells of its PrefillCost in Status, in its order."""
+# Slower nodes are not believed: (whatever a prompt's length, each token, each square), in seconds.
+MOST_COST = (1e4, 1e2, 1e-1)
 # How many observations the prior weighs at first, and for ever: terms that nothing excites stay where it has them.
 PRIOR_WEIGHT, LASTING_WEIGHT = 8.0, 0.02
 # The same for a guess: one observation is worth far more, it is right to a sixth or so.
@@ -24,6 +26,10 @@ GUESS_WEIGHT, GUESS_LASTS = 0.03, 0.002
 # Sizes at which the terms of each model are of the order of their weights; keeps the equations well conditioned.
 PREFILL_SCALE = (1.0, 1e4, 1e8)
 _DECODE_SCALE = (1.0, 1e1, 1e5)
+
+
+# A prior is not taken for faster than that at its terms' scales; the inverse square must be a number.
+LEAST_TYPICAL = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +119,10 @@ class NonNegativeFit:
         self._prior = [p * s for p, s in zip(prior, scale, strict=True)]
         size = len(self._prior)
         # Without a prior a trace of pull towards zero keeps the equations solvable.
-        typical = sum(self._prior)
+        typical = max(sum(self._prior), LEAST_TYPICAL) if any(self._prior) else 0.0
         weight = (PRIOR_WEIGHT if doubts is None else GUESS_WEIGHT) if typical else 0.0
         wrong = [typical] * size if doubts is None else [d * s for d, s in zip(doubts, scale, strict=True)]
-        self._pulls = [by**-2 if by else 1e-9 for by in wrong]
+        self._pulls = [max(by, LEAST_TYPICAL) ** -2 if by else 1e-9 for by in wrong]
         self._lasting = LASTING_WEIGHT if doubts is None else GUESS_LASTS
         self._a = [[weight * pull if i == j else 0.0 for j in range(size)] for i, pull in enumerate(self._pulls)]
         self._b = [weight * pull * p for pull, p in zip(self._pulls, self._prior, strict=True)]

@@ -203,6 +203,8 @@ class Generator:
 
 def _service_class(value: str | None, key_class: str) -> str:
     """The class that the header names, or that of the API key, which no header overrides; "" where neither says."""
+    if value == "":
+        raise RequestRefused("X-Prfaas-Class is empty; leave it out, or name a class.", "X-Prfaas-Class")
     if value and key_class and value != key_class:
         raise RequestRefused(
             f"X-Prfaas-Class is {value[:80]!r}; the requests of this API key are of class {key_class!r}.",

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.backend import BackendStats, DecodeStep
+from common.linkfacts import sane
 from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.costs import DecodeCost, PrefillCost
 from common.policy.profile import NodeProfile, Polynomial
@@ -193,3 +194,33 @@ def test_a_forecast_knows_where_the_mode_lets_it_go():
     site.facts, site.router._forecast_at = BackendStats(), 0.0
     site.settings.mode = "local-only"
     assert site.router.forecast_s(demand(5001), 0) is None
+
+
+ABSURD = (
+    {"prefill_per_square_s": 1e300},
+    {"prefill_constant_s": 1e308, "prefill_per_token_s": 1e308},
+    {"prefill_tokens_per_s": 5e-324},
+    {"num_queued_tokens": 1e308, "num_queued": 1e308, "num_running": 1e308},
+    {"path_capacity_bps": 5e-324},
+    {"path_capacity_bps": 1e308, "path_goodput_bps": -1.0, "chunk_tokens": 1e300},
+)
+
+
+@pytest.mark.parametrize("lie", ABSURD, ids=lambda lie: next(iter(lie)))
+@pytest.mark.parametrize("is_cost_told", [True, False])
+def test_absurd_words_of_a_peer_hurt_nobody(lie, is_cost_told):
+    far = peer("far")
+    told = far.load if is_cost_told else PATH
+    far.load = sane({**told, **lie})
+    site = Site(far)
+    for tokens in (2, 500, 15_000):
+        decision = site.ask(tokens)
+        assert decision.predicted_ttft_s is None or decision.predicted_ttft_s < 1e9
+        forecast_s = site.router.forecast_s(demand(tokens), 10_000)
+        assert forecast_s is None or 0 < forecast_s < 1e12
+    site.learn()
+    for now in (1.0, 2.0, 70.0):
+        site.router.control(now)
+    nowhere = Site(far)
+    nowhere.facts = BackendStats()
+    assert nowhere.router.forecast_s(demand(500), 10_000) is None or is_cost_told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from common.backend import ChunkDone, ComputedSegment, PrefillTask
-from common.disk_parts import PartFiles
+from common.disk_parts import _MAGIC, PartFiles
+from common.layout import HASH_SCHEME
 from common.local_backend import LocalBackend
 from common.sched.prefix_index import ROWS, STATE, WINDOW
 from tests.engine.kitchen import AMPLE, Discard, kept, num_computed, run
@@ -325,3 +327,25 @@ async def test_who_does_not_use_the_cache_neither_finds_nor_leaves_anything(kitc
     assert backend.cache.counts == before
     assert backend.cache.books.memory.used == used
     assert (await run(backend, request, tools))[0] == 149
+
+
+@pytest.mark.parametrize("bad", ["Infinity", "NaN", "1e400", '"5"', "1.5", "[" * 1000, "null"])
+def test_a_damaged_header_on_disk_is_removed_and_counted(tmp_path, bad):
+    files = PartFiles(tmp_path, "model")
+    name = "00" * 16
+    fields = (
+        f'"scheme": "{HASH_SCHEME}", "name": "{name}", "parent": "{name}", "num_tokens": 64, "group": 1, "first": 0'
+    )
+    for field in ("stop", "group", "first"):
+        path = tmp_path / "model" / "00" / f"{name}.1"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(_MAGIC + f'{{{fields}, "digest": "", "{field}": {bad}}}\n'.encode() + b"rows")
+        assert list(files.scan()) == [] and not path.exists()
+    assert files.num_refused == 3
+
+
+def test_a_pipe_among_the_files_is_not_waited_for(tmp_path):
+    files = PartFiles(tmp_path, "model")
+    (tmp_path / "model" / "00").mkdir(parents=True)
+    os.mkfifo(tmp_path / "model" / "00" / f"{'00' * 16}.1")
+    assert list(files.scan()) == [] and files.num_refused == 1

@@ -381,3 +381,16 @@ class Books(RuleBasedStateMachine):
 
 
 TestBooks = Books.TestCase
+
+
+def test_whoever_could_not_be_judged_is_not_left_behind():
+    def forecast(demand: Demand, num_before: int) -> float:
+        if demand.request_id == "a":
+            raise ZeroDivisionError
+        return 0.0
+
+    c = AdmissionController(AdmissionLimits(2, 2, 100, 1000), forecast=forecast)
+    with pytest.raises(ZeroDivisionError):
+        c.offer(Demand("a", 10, 10, deadline_s=1.0))
+    assert (len(c.queue), len(c.running), c.num_queued_tokens, c.state_bytes) == (0, 0, 0, 0)
+    assert offer(c, "b") == "running"
