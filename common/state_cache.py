@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -118,7 +117,7 @@ class StateCache:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="state-cache")
         self._tasks: set[asyncio.Task[None]] = set()
         self._writing_bytes = 0
-        self._told_at, self._num_told = -math.inf, 0
+        self._is_quiet, self._num_told = False, 0
 
     async def start(self) -> None:
         """Take over what an earlier process left on disk."""
@@ -356,11 +355,15 @@ class StateCache:
     def _note_disk_error(self, error: OSError) -> None:
         """A full disk fails every part: one line in a while says how many."""
         self.counts.num_disk_errors += 1
-        now = asyncio.get_running_loop().time()
-        if now - self._told_at >= _TELL_S:
-            num = self.counts.num_disk_errors - self._num_told
-            log.warning("state could not be written to disk and is given up: %s", error, extra={"num_parts": num})
-            self._told_at, self._num_told = now, self.counts.num_disk_errors
+        if self._is_quiet:
+            return
+        num, self._num_told = self.counts.num_disk_errors - self._num_told, self.counts.num_disk_errors
+        log.warning("state could not be written to disk and is given up: %s", error, extra={"num_parts": num})
+        self._is_quiet = True
+        asyncio.get_running_loop().call_later(_TELL_S, self._tell_again)
+
+    def _tell_again(self) -> None:
+        self._is_quiet = False
 
     def _remove_file(self, part: Part) -> None:
         if self._files is not None and isinstance(part.payload, DiskPart):
