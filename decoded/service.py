@@ -28,7 +28,7 @@ from common.profiler import Node, Profiler
 from common.profiles import load_profile
 from common.release import version
 from common.text.tokenizer import Tokenizer
-from common.wire.quantise import LOSSY
+from common.wire.lossy import LOSSY
 from common.wiring import (
     RELOADABLE_SECURITY,
     local_end,
