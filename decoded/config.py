@@ -60,7 +60,8 @@ class HttpConfig(Section):
         'File with one API key per line, not readable by others; "" asks for no key, allowed only on loopback. The name'
         " of a priority class may stand after a key, with a space between: its requests are of that class. With"
         " keys every route but /livez and /readyz wants one. The file is read again by reload: a key that is new in it"
-        " works from then on, one that is gone gets 401; requests in flight end as they would have.",
+        " works from then on, one that is gone gets 401; requests in flight end as they would have. To name a"
+        " first file, another one or none needs a restart.",
     )
     allow_route_override: bool = key(
         False, "Obey the header X-Prfaas-Route: local | remote. For tests: it lets clients pass by routing."
@@ -95,7 +96,8 @@ class PeerConfig(Section):
         ' itself. "remote" is behind the slow path.',
     )
     tls_name: Annotated[str, AfterValidator(_tls_name)] = key(
-        "", 'What its certificate must be for, with security.mode = "tls"; "" is the host of the address.'
+        "",
+        'What its certificate must be for, with security.mode = "tls" and only then; "" is the host of the address.',
     )
 
     @property
