@@ -210,7 +210,7 @@ def check(config: DecodeConfig, args: argparse.Namespace) -> Iterator[CodecRepor
         yield one.report(args.text.name, len(prompts))
 
 
-def _answer(config: DecodeConfig, report: CodecReport) -> dict[str, Any]:
+def answer_of(config: DecodeConfig, report: CodecReport) -> dict[str, Any]:
     """A report as it is printed: with where it was stored, and whether decoded takes the codec with it."""
     folder, bar = config.node.state_dir, config.codec.min_agreement
     path = None
@@ -253,7 +253,7 @@ def main() -> int:
     try:
         config = load_file(args.config, DecodeConfig, environment="never")
         for report in check(config, args):
-            answers.append(_answer(config, report))
+            answers.append(answer_of(config, report))
     except ConfigError as e:
         report_problems(PROG, args.config, e)
         code = EXIT_RUNTIME

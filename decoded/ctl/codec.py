@@ -21,7 +21,7 @@ daemon is needed.
 
 columns:
   of_raw, of_bf16           encoded bytes over the raw ones, and over those of as many bfloat16 values
-  encode_MB_s, decode_MB_s  raw megabytes (10^6) per second, one thread
+  encode_MB/s, decode_MB/s  raw megabytes (10^6) per second, one thread
   top1                      part of the positions at which the same token is most likely with and without the codec:
                             what codec.min_agreement is compared with
   greedy                    part of the tokens of greedy continuations before the first that differs
@@ -63,7 +63,7 @@ def reports_text(reports: list[dict[str, Any]]) -> str:
     rows = []
     for r in reports:
         row = {"codec": r["codec"], "of_raw": f"{r['ratio']:.3f}", "of_bf16": f"{r['ratio_bf16']:.3f}"}
-        row |= {"encode_MB_s": f"{r['encode_mb_s']:.0f}", "decode_MB_s": f"{r['decode_mb_s']:.0f}"}
+        row |= {"encode_MB/s": f"{r['encode_mb_s']:.0f}", "decode_MB/s": f"{r['decode_mb_s']:.0f}"}
         row |= {"top1": f"{r['top1_agreement']:.4f}", "greedy": f"{r['greedy_agreement']:.3f}"}
         row |= {"ppl": f"{r['perplexity']:.3f}", "ppl_raw": f"{r['perplexity_raw']:.3f}"}
         row |= {"kl_mean": f"{r['kl_mean']:.2e}", "kl_max": f"{r['kl_max']:.2e}", "tokens": str(r["num_tokens"])}

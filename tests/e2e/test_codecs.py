@@ -13,11 +13,13 @@ import pytest
 
 from benchmarks.cluster import make_cluster, running_cluster
 from benchmarks.text import real_text
+from common.config_load import parse_text
 from common.errors import EXIT_CONFIG, EXIT_STARTUP
 from common.fake import FakeOptions
 from common.layout import ModelInfo
-from decoded.codec_check import prompts_of
+from decoded.codec_check import answer_of, prompts_of
 from decoded.codec_report import PARAMETERS, CodecReport, identity_of, obstacle, read, report_path, store
+from decoded.config import DecodeConfig
 from decoded.ctl.__main__ import main
 from decoded.ctl.codec import reports_text
 
@@ -161,6 +163,14 @@ def test_what_cannot_be_checked_is_refused_before_anything_is_computed(
     assert "Traceback" not in done.stderr and ": prompt 1 of" not in done.stderr
 
 
+def test_what_was_found_is_answered_even_if_it_cannot_be_kept(tmp_path, capsys) -> None:
+    (tmp_path / "file").touch()
+    text = f'[node]\nstate_dir = "{tmp_path}/file"\n[model]\npath = "m"\n'
+    found = answer_of(parse_text(text, DecodeConfig, environment="never"), report(top1_agreement=0.995))
+    assert (found["path"], found["passes"], found["top1_agreement"]) == (None, True, 0.995)
+    assert capsys.readouterr().err.startswith("decodectl codec check: node.state_dir: the report of q8 was not kept: ")
+
+
 def test_a_wrong_configuration_is_told_line_by_line(tmp_path) -> None:
     config = tmp_path / "decoded.toml"
     config.write_text("[engine]\nthreads = -1\n[node]\nnmae = 'a'\n")
@@ -175,7 +185,8 @@ def test_the_columns_are_explained(capsys) -> None:
     told = capsys.readouterr().out
     header = reports_text([asdict(report()) | {"is_lossy": True, "min_agreement": 0.99, "passes": False, "path": ""}])
     columns = header.splitlines()[0].split()[1:]
-    assert "top1" in columns and all(column in told for column in columns)
+    explained = set(told.replace(",", " ").split())
+    assert {"top1", "encode_MB/s"} <= set(columns) <= explained
 
 
 def report(**changes: Any) -> CodecReport:
