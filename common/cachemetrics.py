@@ -84,8 +84,9 @@ def cache_facts(cache: StateCache | None) -> dict[str, Any]:
         "hit_share": round(c.hit_tokens / c.looked_up_tokens, 4) if c.looked_up_tokens else 0.0,
         "memory": _tier(cache.books.memory),
         "disk": _tier(cache.books.disk),
-        "stored_bytes": dict(c.stored_bytes),
-        "evicted_bytes": dict(c.evicted_bytes),
+        # Not what is held, which is above.
+        "stored_since_start_bytes": dict(c.stored_bytes),
+        "evicted_since_start_bytes": dict(c.evicted_bytes),
         "num_not_stored": c.num_not_stored,
         "num_damaged": c.num_damaged,
         "num_disk_errors": c.num_disk_errors,

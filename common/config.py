@@ -79,7 +79,8 @@ class NodeConfig(Section):
     state_dir: FilePath = key(
         None,
         "Directory for what outlives a restart: reports of `decodectl codec check`, what `profile` measured, the prefix"
-        ' cache\'s files. "" is the directory systemd made.',
+        ' cache\'s files; made if the one around it exists. "" keeps nothing. The units in systemd/ have'
+        " /var/lib/<daemon> for it.",
     )
 
 
@@ -245,7 +246,8 @@ class StreamConfig(Section):
         "zstd",
         '"zstd" is lossless with byte planes; "raw" spends no CPU, for links faster than about 1 GB/s. "q8" and "q4"'
         " round state to 8 and 4 bits (recurrent state to 8): answers change a little, how much `decodectl codec check`"
-        " measures, without whose report decoded does not start with one of them. What decoded asks for holds.",
+        " measures, without whose report decoded does not start with one of them (its --help has what the figures mean,"
+        " docs/transport.md those of some models). What decoded asks for holds.",
     )
 
 

@@ -20,7 +20,8 @@ class SecurityConfig(Section):
     mode: Literal["key", "tls"] = key(
         "key",
         '"key" is mutual challenge and response over one shared key: it authenticates, it does not hide. "tls" is TLS'
-        " 1.3 with certificates at both ends; what crosses is encrypted.",
+        " 1.3 with certificates at both ends; what crosses is encrypted. Settings of the other mode have to be removed,"
+        " decoded's peers.tls_name too.",
     )
     key_file: FilePath = key(
         None,

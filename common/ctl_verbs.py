@@ -45,10 +45,12 @@ def status(daemon: str) -> Verb:
 
 def peers(daemon: str) -> Verb:
     """Who is connected."""
+    egress = "Says where a limit of [egress] does not hold, or not yet.\n" if daemon == "prefilld" else ""
     text = (
         f"The peers of {daemon}: state, address, links, round trip, bytes, and why a peer is not usable; also the\n"
         "rate at which the network delivers, where more than 1 MiB was sent beyond this machine.\n"
         "Says where a peer computes with other weights or dtypes than this daemon: tokens then depend on the route.\n"
+        f"{egress}"
         "With --json also codec, identity, numerics, load, each data link with its retransmissions, and the path."
     )
     return Verb("peers", "peers with state, links and traffic", text, _show("peers", peers_text))
@@ -128,9 +130,14 @@ def reload(daemon: str) -> Verb:
             raise ControlError(refusal_text(error.problems, error.advice)) from error
         return context.show(data, reload_text(data))
 
+    removed = (
+        " What a peer that is removed was computing is computed again, by another one or here as far as\n"
+        "[fallback] allows; past that the client gets 503."
+    )
     text = (
         f"Make {daemon} read its configuration again and say what changed. If anything in it is wrong, or would need\n"
-        "a restart, the old one stays, the reasons are printed, and the exit code is 1. Nothing in flight is lost."
+        "a restart, the old one stays, the reasons are printed, and the exit code is 1.\n"
+        "Requests in flight go on." + (removed if daemon == "decoded" else "")
     )
     return Verb("reload", "apply the edited configuration", text, run)
 

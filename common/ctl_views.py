@@ -62,7 +62,8 @@ def peers_text(rows: list[dict[str, Any]]) -> str:
 def _reason(row: dict[str, Any]) -> str:
     """Why a peer is not usable; of one that is, what to know about it."""
     reason = " ".join(str(row.get("reason") or "").split())
-    return reason or numerics_text(row.get("numerics_differ") or {})
+    notes = (numerics_text(row.get("numerics_differ") or {}), str(row.get("egress_note") or ""))
+    return reason or "; ".join(filter(None, notes))
 
 
 def state_text(data: dict[str, Any], ctl: str) -> str:

@@ -54,8 +54,13 @@ class Service(Protocol):
     async def stop(self) -> None:
         """Cancel what is in flight and release everything. Also called when start() failed or was cancelled."""
 
+    def restart_problems(self, config: Any) -> list[str]:
+        """What differs from the running configuration and only a restart can change, as problems of a ConfigError."""
+
     async def reload(self, config: Any) -> list[str]:
-        """Apply a validated configuration; returns what changed, for people. Raises ConfigError to veto all of it."""
+        """Apply a validated configuration that needs no restart; returns what changed, for people. Raises ConfigError
+        to veto all of it.
+        """
 
     def is_healthy(self) -> bool:
         """False starves the watchdog: work waits and the engine makes no progress."""

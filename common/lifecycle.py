@@ -239,9 +239,7 @@ class _Life(Generic[C]):
         async with self._reload_lock:
             self._notify.reloading()
             try:
-                if self._path is None:
-                    raise ConfigError("started without a configuration file: there is nothing to reload")
-                config = load_or_default(self._path, self._program.root, "reload")
+                config = self._read_again(service)
                 changes = await service.reload(config)
             except PdError as error:
                 if isinstance(error, ConfigError) and any("needs a restart" in problem for problem in error.problems):
@@ -254,6 +252,25 @@ class _Life(Generic[C]):
             log.info("reloaded", extra={"changes": ", ".join(changes) or "none"})
             self._notify.ready("ready")
             return {"changed": changes, "config": str(self._path)}
+
+    def _read_again(self, service: Service) -> C:
+        """The configuration as it is now. Raises ConfigError with all that is wrong with it or needs a restart."""
+        if self._path is None:
+            raise ConfigError("started without a configuration file: there is nothing to reload")
+        problems: list[str] = []
+        try:
+            config = load_or_default(self._path, self._program.root, "reload")
+        except ConfigError as error:
+            problems = error.problems
+            try:
+                # What is wrong with files that it names must not hide that it needs a restart.
+                config = load_or_default(self._path, self._program.root, "never")
+            except ConfigError:
+                raise error from None
+        problems += service.restart_problems(config)
+        if problems:
+            raise ConfigError(problems)
+        return config
 
     async def _dispatch(self, verb: str, params: dict[str, Any]) -> Any:
         """The control API: the daemon's own verbs, then the service's, as far as the phase allows."""

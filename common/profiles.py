@@ -15,6 +15,7 @@ from typing import Any
 
 from common.layout import ModelInfo
 from common.policy.profile import NodeProfile, node_profile
+from common.state_file import write_json
 
 log = logging.getLogger(__name__)
 FILE_NAME = "profile.json"
@@ -29,12 +30,7 @@ def identity(info: ModelInfo) -> str:
 
 def store(state_dir: Path, profile: Mapping[str, Any]) -> Path:
     """Keep a profile, whole or not at all; the folder is made. Raises OSError."""
-    state_dir.mkdir(mode=0o700, exist_ok=True)
-    path = state_dir / FILE_NAME
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(profile, indent=1) + "\n", "utf-8")
-    part.replace(path)
-    return path
+    return write_json(state_dir / FILE_NAME, profile)
 
 
 def load_profile(state_dir: Path | None, info: ModelInfo) -> NodeProfile | None:

@@ -41,7 +41,9 @@ def _split(text: str, kind: str, units: list[str], example: str) -> tuple[Decima
     if len(alike) == 1 and kind != "rate":
         return number, alike[0]
     if not unit:
-        raise ValueError(f'{text!r} has no unit: write a number and one of {", ".join(units)}, like "{match[1]}{like}"')
+        # Of what would be refused for being zero, the example.
+        shown = example.removesuffix(like) if kind == "rate" and not number else match[1]
+        raise ValueError(f'{text!r} has no unit: write a number and one of {", ".join(units)}, like "{shown}{like}"')
     raise ValueError(f"{text!r} has the unknown {kind} unit {unit!r}: {hint}")
 
 

@@ -10,23 +10,26 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from common.config_load import load_file
+from common.config_machine import check_folder
+from common.daemon import report_problems
 from common.engine.runner import Runner
-from common.errors import PdError
+from common.errors import EXIT_OK, EXIT_RUNTIME, ConfigError, PdError
 from common.request import SamplingParams
 from common.sched.sequence import Chunk
 from common.sched.sequence import Sequence as Row
 from common.sched.specs import plan_segments
 from common.text.tokenizer import Tokenizer
 from common.wire.codec import CODECS, Codec, segment_shape
+from common.wire.lossy import LOSSY
 from common.wiring import load_runner
 from decoded.codec_report import PARAMETERS, CodecReport, identity_of, store
 from decoded.config import DecodeConfig
@@ -34,6 +37,8 @@ from decoded.config import DecodeConfig
 if TYPE_CHECKING:
     from common.sched.executor import Slot
 
+PROG = "decodectl codec check"
+EXIT_INTERRUPTED = 130
 PROMPT_TOKENS, TEXT_TOKENS, GREEDY_TOKENS, NUM_PROMPTS = 1024, 128, 32, 8
 
 
@@ -164,48 +169,102 @@ def prompts_of(tokens: Sequence[int], num_prompts: int, num_prompt: int) -> list
     """
     size = num_prompt + TEXT_TOKENS
     if len(tokens) < size:
-        raise ValueError(f"the text has {len(tokens)} tokens, at least {size} are needed")
+        shorter = len(tokens) - TEXT_TOKENS
+        hint = f", or --prompt-tokens {shorter} at most" if shorter > 0 else ""
+        raise ValueError(
+            f"the text has {len(tokens)} tokens, at least {size} are needed (--prompt-tokens {num_prompt} and"
+            f" {TEXT_TOKENS} to compare on): give a longer one{hint}"
+        )
     num = min(num_prompts, len(tokens) // size)
     gap = (len(tokens) - size) // max(1, num - 1) if num > 1 else 0
     return [list(tokens[n * gap : n * gap + size]) for n in range(num)]
 
 
-def check(config: DecodeConfig, args: argparse.Namespace) -> list[CodecReport]:
-    """One report per codec, stored where decoded looks for it. Raises ValueError, PdError."""
+def check(config: DecodeConfig, args: argparse.Namespace) -> Iterator[CodecReport]:
+    """One report per codec, each as soon as it is there. All that can be refused is before the first.
+
+    Raises:
+        ValueError, PdError: no model, no place for reports, a text or prompts that do not fit.
+        OSError: the text cannot be read.
+    """
     folder, path = config.node.state_dir, config.model.path
     if folder is None or path is None:
-        raise ValueError("node.state_dir and model.path have to be set: the report is kept for that model")
-    text = args.text.read_text(errors="replace")
-    tokens = Tokenizer.load(path).encode(text)
+        missing = " and ".join(n for n, v in (("node.state_dir", folder), ("model.path", path)) if v is None)
+        raise ValueError(f"{missing} must be set in {args.config}: reports are kept there for that model")
+    for problem in check_folder("node.state_dir", folder):
+        raise ValueError(f"{problem.paths[0]}: {problem.message}: reports could not be kept")
+    tokens = Tokenizer.load(path).encode(args.text.read_text("utf-8", errors="replace"))
     prompts = prompts_of(tokens, args.prompts, args.prompt_tokens)
-    runner, reports = load_runner(config), []
+    runner = load_runner(config)
+    needed, limit = args.prompt_tokens + TEXT_TOKENS, runner.facts.max_context
+    if needed > limit:
+        raise ValueError(
+            f"--prompt-tokens {args.prompt_tokens} and {TEXT_TOKENS} to compare on are {needed} tokens, the model takes"
+            f" {limit}"
+        )
     for codec in args.codec:
         one = Check(runner, codec, config.engine.segment_bytes, config.engine.num_chunk_tokens)
         for n, prompt in enumerate(prompts, 1):
             one.prompt(prompt, args.prompt_tokens)
             sys.stderr.write(f"{codec}: prompt {n} of {len(prompts)}\n")
-        reports.append(one.report(args.text.name, len(prompts)))
-        store(folder, reports[-1])
-    return reports
+        yield one.report(args.text.name, len(prompts))
 
 
-def main() -> int:
-    """Exit code 0, or 1 with the reason on standard error."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def answer_of(config: DecodeConfig, report: CodecReport) -> dict[str, Any]:
+    """A report as it is printed: with where it was stored, and whether decoded takes the codec with it."""
+    folder, bar = config.node.state_dir, config.codec.min_agreement
+    path = None
+    if folder is not None:
+        try:
+            path = str(store(folder, report))
+        except OSError as e:
+            sys.stderr.write(f"{PROG}: node.state_dir: the report of {report.codec} was not kept: {e}\n")
+    return {
+        **asdict(report),
+        "is_lossy": report.codec in LOSSY,
+        "min_agreement": bar,
+        "passes": report.top1_agreement >= bar,
+        "path": path,
+    }
+
+
+def _at_least_one(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0 (got {text!r})")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=PROG, description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--codec", action="append", choices=[c for c in CODECS if c != "raw"])
-    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
-    parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
-    args = parser.parse_args()
-    args.codec = args.codec or ["q8", "q4"]
+    parser.add_argument("--prompts", type=_at_least_one, default=NUM_PROMPTS)
+    parser.add_argument("--prompt-tokens", type=_at_least_one, default=PROMPT_TOKENS)
+    return parser
+
+
+def main() -> int:
+    """Exit code 0, or 1 with the reason on standard error; the reports there are by then are printed all the same."""
+    args = _parser().parse_args()
+    args.codec = list(dict.fromkeys(args.codec or LOSSY))
+    answers: list[dict[str, Any]] = []
+    code = EXIT_OK
     try:
-        reports = check(load_file(args.config, DecodeConfig, environment="never"), args)
-    except (ValueError, OSError, PdError) as e:
-        sys.stderr.write(f"{e}\n")
-        return 1
-    sys.stdout.write(json.dumps([asdict(r) for r in reports]) + "\n")
-    return 0
+        config = load_file(args.config, DecodeConfig, environment="never")
+        for report in check(config, args):
+            answers.append(answer_of(config, report))
+    except ConfigError as e:
+        report_problems(PROG, args.config, e)
+        code = EXIT_RUNTIME
+    except (ValueError, OSError, PdError, RuntimeError, MemoryError) as e:  # RuntimeError: torch has no memory
+        sys.stderr.write(f"{PROG}: {e or type(e).__name__}\n")
+        code = EXIT_RUNTIME
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    if answers:
+        sys.stdout.write(json.dumps(answers) + "\n")
+    return code if all(a["path"] for a in answers) else code or EXIT_RUNTIME
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """What a lossy codec does to this model's answers, as `decodectl codec check` found it; whether that is good enough.
 
-Reports lie in the state directory, one for each codec and identity. Knows files, no engine and no network.
+Reports lie in the state directory, one for each codec and identity. Knows files, no engine and no network. The
+configuration's checks ask `obstacle`, with what is known without loading the model; the daemon `require`, with all.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
@@ -13,7 +15,8 @@ from typing import Any
 
 from common.errors import StartupError
 from common.layout import ModelInfo
-from common.wire.quantise import GROUP_CHANNELS, GROUP_TOKENS
+from common.state_file import write_json
+from common.wire.lossy import GROUP_CHANNELS, GROUP_TOKENS
 
 PARAMETERS = f"1: groups of {GROUP_TOKENS} tokens, {GROUP_CHANNELS} channels"
 """Of the codecs; a report made with others says nothing about these."""
@@ -55,7 +58,7 @@ class CodecReport:
 def identity_of(info: ModelInfo) -> dict[str, str]:
     """What a report is about: the weights and how their state is kept and computed."""
     numerics = {key: info.numerics.get(key, "") for key in ("dtype", "kv_dtype", "weights")}
-    return {"weights": info.weights_digest, "layout": info.layout.digest, **numerics}
+    return {"weights_digest": info.weights_digest, "layout_digest": info.layout.digest, **numerics}
 
 
 def report_path(folder: Path, codec: str, identity: dict[str, str]) -> Path:
@@ -65,12 +68,8 @@ def report_path(folder: Path, codec: str, identity: dict[str, str]) -> Path:
 
 
 def store(folder: Path, report: CodecReport) -> Path:
-    """Write it, whole or not at all."""
-    path = report_path(folder, report.codec, report.identity)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(asdict(report), indent=1) + "\n")
-    part.replace(path)
-    return path
+    """Write it, whole or not at all; the folder is made. Raises OSError."""
+    return write_json(report_path(folder, report.codec, report.identity), asdict(report))
 
 
 def read(path: Path) -> CodecReport | None:
@@ -79,12 +78,40 @@ def read(path: Path) -> CodecReport | None:
         data: Any = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise StartupError(f"{path} is not a report of `decodectl codec check`: {e}") from e
     names = {f.name for f in fields(CodecReport)}
     if not isinstance(data, dict) or data.keys() != names or not isinstance(data["top1_agreement"], float):
         raise StartupError(f"{path} is not a report of `decodectl codec check`: it has not its fields")
+    if not isinstance(data["identity"], dict):
+        raise StartupError(f"{path} is not a report of `decodectl codec check`: its identity is no object")
     return CodecReport(**data)
+
+
+def obstacle(folder: Path | None, codec: str, known: Mapping[str, str], min_agreement: float) -> str:
+    """Why a lossy codec cannot be used, as far as it shows before the model is loaded; "" when it does not.
+
+    Args:
+        known: what is known of the identity so far; the digest of the layout is not.
+    """
+    if folder is None:
+        return (
+            f"{codec!r} is lossy and needs a report, which is kept in node.state_dir: set that, then {_advice(codec)}"
+        )
+    found, damage = [], ""
+    for path in sorted(folder.glob(f"codec-{codec}-*.json")):
+        try:
+            report = read(path)
+        except StartupError as e:
+            damage = f"; {e}"
+            continue
+        if report is not None and _is_about(report, codec) and known.items() <= report.identity.items():
+            found.append((report.top1_agreement, path))
+    if not found:
+        about = f"this model as it is served (no such report in {folder}{damage})"
+        return f"{codec!r} is lossy and was not checked with {about}: {_advice(codec)}"
+    best, path = max(found)
+    return "" if best >= min_agreement else f"{codec!r}: {_below(best, path, min_agreement)}"
 
 
 def require(folder: Path | None, codec: str, info: ModelInfo, min_agreement: float) -> CodecReport:
@@ -93,20 +120,32 @@ def require(folder: Path | None, codec: str, info: ModelInfo, min_agreement: flo
     Raises:
         StartupError: there is none, or its agreement is below `min_agreement`.
     """
-    advice = f"run `decodectl codec check --codec {codec} --text FILE`, or set stream.codec to a lossless one"
-    if folder is None:
-        raise StartupError(f"stream.codec = {codec!r} is lossy and needs a report in node.state_dir, which is not set")
     identity = identity_of(info)
+    if folder is None:
+        raise StartupError(f"stream.codec: {obstacle(None, codec, identity, min_agreement)}")
     path = report_path(folder, codec, identity)
     report = read(path)
-    if report is None or report.identity != identity or report.parameters != PARAMETERS or report.codec != codec:
+    if report is None or report.identity != identity or not _is_about(report, codec):
         raise StartupError(
             f"stream.codec = {codec!r} is lossy and was not checked with this model as it is served"
-            f" (no report {path}): {advice}"
+            f" (no report {path}): {_advice(codec)}"
         )
     if report.top1_agreement < min_agreement:
-        raise StartupError(
-            f"stream.codec = {codec!r}: the same token is most likely at {report.top1_agreement:.4f} of the positions"
-            f" checked ({path}), below codec.min_agreement = {min_agreement:g}"
-        )
+        raise StartupError(f"stream.codec = {codec!r}: {_below(report.top1_agreement, path, min_agreement)}")
     return report
+
+
+def _is_about(report: CodecReport, codec: str) -> bool:
+    return report.codec == codec and report.parameters == PARAMETERS
+
+
+def _advice(codec: str) -> str:
+    command = f"decodectl codec check --config FILE --text FILE --codec {codec}"
+    return f"run `{command}`, or set stream.codec to a lossless one"
+
+
+def _below(agreement: float, path: Path, min_agreement: float) -> str:
+    return (
+        f"the same token is most likely at {agreement:.4f} of the positions checked ({path}), below codec.min_agreement"
+        f" = {min_agreement:g}"
+    )

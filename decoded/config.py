@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,12 @@ from pydantic import AfterValidator
 
 from common.config import MAX_CONNECTIONS_WHY, NAME, SharedConfig, check_bind, read_lines, unreadable
 from common.config_types import Array, Bound, Duration, FilePath, Problem, Section, Size, Threshold, When, key, required
-from common.errors import ConfigError
+from common.errors import ConfigError, StartupError
 from common.hosts import is_certificate_name, is_loopback
 from common.units import GIB, KIB, MIB
+from common.wire.lossy import LOSSY
 from decoded.api.contract import read_api_key
+from decoded.codec_report import obstacle
 from decoded.config_admission import AdmissionConfig, SloConfig
 
 
@@ -57,7 +60,8 @@ class HttpConfig(Section):
         'File with one API key per line, not readable by others; "" asks for no key, allowed only on loopback. The name'
         " of a priority class may stand after a key, with a space between: its requests are of that class. With"
         " keys every route but /livez and /readyz wants one. The file is read again by reload: a key that is new in it"
-        " works from then on, one that is gone gets 401; requests in flight end as they would have.",
+        " works from then on, one that is gone gets 401; requests in flight end as they would have. To name a"
+        " first file, another one or none needs a restart.",
     )
     allow_route_override: bool = key(
         False, "Obey the header X-Prfaas-Route: local | remote. For tests: it lets clients pass by routing."
@@ -92,7 +96,8 @@ class PeerConfig(Section):
         ' itself. "remote" is behind the slow path.',
     )
     tls_name: Annotated[str, AfterValidator(_tls_name)] = key(
-        "", 'What its certificate must be for, with security.mode = "tls"; "" is the host of the address.'
+        "",
+        'What its certificate must be for, with security.mode = "tls" and only then; "" is the host of the address.',
     )
 
     @property
@@ -203,7 +208,8 @@ class CodecConfig(Section):
     min_agreement: float = key(
         0.99,
         "Part of the positions of a text at which the same token must be most likely with and without the codec, in the"
-        " report of `decodectl codec check`; decoded does not start below it.",
+        " report of `decodectl codec check` (its column top1; docs/transport.md has some); decoded does not start"
+        " below it.",
         ge=0,
         le=1,
     )
@@ -260,8 +266,22 @@ class DecodeConfig(SharedConfig):
 
     def check_environment(self, when: When) -> Iterator[Problem]:
         yield from super().check_environment(when)
+        if when != "reload" and self.stream.codec in LOSSY:
+            yield from self._check_codec()
         if self.http.api_key_file is not None:
             yield from unreadable("http.api_key_file", self._read_api_keys, self.http.api_key_file)
+
+    def _check_codec(self) -> Iterator[Problem]:
+        """A lossy codec that no report can allow: found before a large model is loaded, not after."""
+        from common.engine.manifest import read_manifest
+
+        known = {}
+        if self.engine.backend == "local" and self.model.path is not None:
+            known = {"dtype": self.engine.dtype, "kv_dtype": self.engine.state_dtype}
+            with contextlib.suppress(StartupError):  # a problem of model.path, which is listed as such
+                known["weights_digest"] = read_manifest(self.model.path).weights_digest
+        if why := obstacle(self.node.state_dir, self.stream.codec, known, self.codec.min_agreement):
+            yield Problem(("stream.codec", "node.state_dir", "model.path", "codec.min_agreement"), why)
 
     def _read_api_keys(self, path: Path) -> None:
         """Raises ConfigError: unreadable, or a class that there is not."""

@@ -16,7 +16,7 @@ from common.certificates import CertificateWatch
 from common.config import changes, read_lines, restart_problems
 from common.control import http_routes
 from common.daemon import FakePeer, Handler
-from common.errors import ConfigError, EngineDead, PdError
+from common.errors import EngineDead, PdError
 from common.loading import LoadingPage
 from common.looplag import LoopLag
 from common.metrics import Metrics
@@ -28,7 +28,7 @@ from common.profiler import Node, Profiler
 from common.profiles import load_profile
 from common.release import version
 from common.text.tokenizer import Tokenizer
-from common.wire.quantise import LOSSY
+from common.wire.lossy import LOSSY
 from common.wiring import (
     RELOADABLE_SECURITY,
     local_end,
@@ -173,11 +173,12 @@ class DecodeService:
                 async with asyncio.timeout(1.0):
                     await self.dispatcher.wait_idle()
 
+    def restart_problems(self, config: DecodeConfig) -> list[str]:
+        """Changes that may not be made while running."""
+        return restart_problems(self.config, config, _RELOADABLE)
+
     async def reload(self, config: DecodeConfig) -> list[str]:
-        """Take over what may change while running. Raises ConfigError naming what may not."""
-        problems = restart_problems(self.config, config, _RELOADABLE)
-        if problems:
-            raise ConfigError(problems)
+        """Take over what changed. Raises ConfigError for a certificate that does not hold."""
         security = reload_security(config, "decode", time.time())
         changed = changes(self.config, config) + self._reload_api_keys(config)
         if self._fake is None:

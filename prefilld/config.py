@@ -82,12 +82,17 @@ class PrefillSecurityConfig(SecurityConfig):
 class EgressConfig(Section):
     """How much of the network the state of prompts may take. Changes by reload.
 
-    A path that shows a queue is held just below what it carries anyway; these are bounds below that.
+    A path that shows a queue is held just below what it carries anyway; these are bounds below that. Neither does
+    anything for decodeds on loopback: there is no network.
     """
 
     max_bps: Rate = key(math.inf, 'Bits per second to all decodeds together, as "200Mbit/s"; "inf" is no limit.', gt=0)
     share: float = key(
-        1.0, "Part of what each decoded's path was seen to carry; below 1 leaves the rest to others.", ge=0.01, le=1.0
+        1.0,
+        "Part of what each decoded's path carries, 0.01 at least; below 1 leaves the rest to others. It holds once that"
+        " is known, which takes a transfer that the path held up; until then `prefillctl peers` says so.",
+        ge=0.01,
+        le=1.0,
     )
 
 

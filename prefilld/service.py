@@ -16,7 +16,7 @@ from common.certificates import CertificateWatch
 from common.config import changes, restart_problems
 from common.control import bind_http
 from common.daemon import FakePeer, Handler, version_facts
-from common.errors import ConfigError, EngineDead, PdError
+from common.errors import EngineDead, PdError
 from common.http_server import Guard
 from common.layout import numerics_differ, numerics_text
 from common.logs import Damper
@@ -47,6 +47,7 @@ from common.wiring import (
 )
 from prefilld.cachefeed import CacheFeed
 from prefilld.config import PrefillConfig
+from prefilld.egress_notes import EgressWarnings, egress_note
 from prefilld.fakepeer import FakeDecoded
 from prefilld.http import make_app, make_runner
 from prefilld.learned import LearnedCost
@@ -86,6 +87,7 @@ class PrefillService:
         node = Node("prefilld", config.node.name, config.node.state_dir)
         self._profiler = Profiler(self._backend, self._admission, node, self._handler.admit, self._metrics.registry)
         self._egress = Egress(EgressLimits(config.egress.max_bps, config.egress.share))
+        self._egress_warnings = EgressWarnings(self._egress.limits)
         self._server: PrefillServer | None = None
         self._feed: CacheFeed | None = None
         self._runner: web.AppRunner | None = None
@@ -166,11 +168,12 @@ class PrefillService:
             if self._fake is not None:
                 last.push_async_callback(self._fake.close)
 
+    def restart_problems(self, config: PrefillConfig) -> list[str]:
+        """Changes that may not be made while running."""
+        return restart_problems(self.config, config, _RELOADABLE)
+
     async def reload(self, config: PrefillConfig) -> list[str]:
-        """Take over what may change while running. Raises ConfigError naming what may not."""
-        problems = restart_problems(self.config, config, _RELOADABLE)
-        if problems:
-            raise ConfigError(problems)
+        """Take over what changed. Raises ConfigError for a certificate that does not hold."""
         security = reload_security(config, "prefill", time.time())
         changed = changes(self.config, config)
         if self._server is not None and self._fake is None:
@@ -178,7 +181,9 @@ class PrefillService:
             self._server.set_security(security)
         self.config = config
         self._admission.limits = _limits(config)
-        self._egress.limits = EgressLimits(config.egress.max_bps, config.egress.share)
+        limits = EgressLimits(config.egress.max_bps, config.egress.share)
+        if limits != self._egress.limits:
+            self._egress.limits, self._egress_warnings = limits, EgressWarnings(limits)
         self._handler.max_prompt_tokens = config.limits.max_prompt_tokens
         self._handler.start_admitted()
         return changed
@@ -231,11 +236,17 @@ class PrefillService:
     def _peers(self) -> list[dict[str, Any]]:
         ours = self._backend.info.numerics
         rows = self._server.sessions if self._server is not None else []
-        return [{**row, "numerics_differ": numerics_differ(ours, row["numerics"])} for row in rows]
+        limits = self._egress.limits
+        return [
+            {**row, "numerics_differ": numerics_differ(ours, row["numerics"]), "egress_note": egress_note(limits, row)}
+            for row in rows
+        ]
 
-    def _warn_of_numerics(self) -> None:
-        """Once for each session, which begins without asking anybody here."""
-        here = {(row["name"], row["instance_id"], row["address"]): row["numerics_differ"] for row in self._peers()}
+    def _look_at_sessions(self) -> None:
+        """Warnings about each session, which begins without asking anybody here."""
+        rows = self._peers()
+        self._egress_warnings.look(rows)
+        here = {(row["name"], row["instance_id"], row["address"]): row["numerics_differ"] for row in rows}
         for who in here.keys() - self._known_peers:
             if here[who]:
                 text = numerics_text(here[who])
@@ -339,7 +350,7 @@ class PrefillService:
     async def _watch_engine(self) -> None:
         """A dead engine ends the process; systemd starts a new one. Also keeps the trace on disk."""
         while self._backend.stats().is_alive:
-            self._warn_of_numerics()
+            self._look_at_sessions()
             self._watch_certificates()
             if self._trace is not None:
                 self._trace.flush()

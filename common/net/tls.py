@@ -19,6 +19,7 @@ _KIND_OF_VERIFY_CODE = {
 }  # fmt: skip
 _DAMAGE = ("BAD_RECORD_MAC", "DECODE_ERROR", "DECRYPT_ERROR", "UNEXPECTED_MESSAGE", "ILLEGAL_PARAMETER", "OVERFLOW")
 """Alerts about bytes, not about us."""
+_MAX_NAMES = 200
 _FIRST_BYTE = 0x16
 """Of a TLS handshake record; a frame begins with 0x50."""
 
@@ -133,7 +134,7 @@ class TlsChannel:
         except ssl.SSLWantReadError:
             return
         except ssl.SSLError as e:
-            raise _failure(e) from None
+            raise _failure(e, self._ssl) from None
         self.certificate = _certificate(self._ssl.getpeercert() or {})
         waiting, self._waiting = self._waiting, []
         for data in waiting:
@@ -145,10 +146,26 @@ def _certificate(facts: dict[str, Any]) -> CertificateFacts:
     return CertificateFacts(names, float(ssl.cert_time_to_seconds(facts["notAfter"])))
 
 
-def _failure(error: ssl.SSLError) -> TlsFailed:
+def _shown_names(connection: ssl.SSLObject) -> str:
+    """Names in a certificate that was not accepted, for people: nothing may be decided by them."""
+    try:
+        # Python has a public way only from 3.13 on, and there without what is in the certificate.
+        chain: list[Any] = cast(Any, connection)._sslobj.get_unverified_chain() or []
+        names = _certificate(chain[0].get_info()).names
+    except (AttributeError, LookupError, TypeError, ValueError, ssl.SSLError):
+        return ""
+    return ", ".join(map(repr, names))[:_MAX_NAMES]
+
+
+def _failure(error: ssl.SSLError, connection: ssl.SSLObject | None = None) -> TlsFailed:
     if isinstance(error, ssl.SSLCertVerificationError):
         kind = _KIND_OF_VERIFY_CODE.get(error.verify_code, "bad_certificate")
-        return TlsFailed(f"TLS: the peer's certificate is not accepted: {error.verify_message.rstrip('.')}", kind)
+        text = f"TLS: the peer's certificate is not accepted: {error.verify_message.rstrip('.')}"
+        if kind == "wrong_name" and connection is not None:
+            names = _shown_names(connection)
+            text += f"; it is for {names}" if names else ""
+            text += ": if this is the peer that is meant, set its peers.tls_name to that"
+        return TlsFailed(text, kind)
     reason = error.reason or str(error)
     if "ALERT" in reason:
         said = reason.partition("ALERT_")[2]

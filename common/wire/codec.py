@@ -18,8 +18,9 @@ import zstandard
 from common.errors import BadMessage, LocalProtocolError
 from common.wire.cursor import Cursor, flat, joined
 from common.wire.digest import segment_digest
+from common.wire.lossy import LOSSY
 from common.wire.planes import STORED, ZSTD, Part, Planes
-from common.wire.quantise import LOSSY, Quantised, TensorRun, num_groups, num_levels, quantise, restore, segment_shape
+from common.wire.quantise import Quantised, TensorRun, num_groups, num_levels, quantise, restore, segment_shape
 
 __all__ = ["CODECS", "LOSSY", "Codec", "Encoded", "TensorRun", "segment_shape"]
 CODECS = ("raw", "zstd", *LOSSY)

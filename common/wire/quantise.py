@@ -18,12 +18,10 @@ import numpy as np
 
 from common.errors import BadMessage
 from common.layout import DTYPE_BYTES, StateLayout
+from common.wire.lossy import GROUP_CHANNELS, GROUP_TOKENS, LEVELS
 
-GROUP_TOKENS, GROUP_CHANNELS = 256, 128
 # The first tokens of a prompt draw much attention whatever they are, and their keys and values are unlike all others.
 NUM_SINKS = 4
-LEVELS = {"q8": 256, "q4": 24}
-LOSSY = tuple(LEVELS)
 # Rows quantised at once: what is worked on stays in the processor's cache.
 _BLOCK_VALUES = 1 << 16
 # float16 ends there, and has fewer digits below.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from common.ctl import Context, Verb
 from common.ctl_render import pairs
@@ -33,7 +34,12 @@ def _size(text: str) -> int:
 
 def _run(context: Context) -> int:
     data = context.call("link_bench", {"peer": context.args.peer, "num_bytes": context.args.bytes}, timeout_s=70.0)
-    return context.show(data, "\n".join(pairs(data)))
+    return context.show(data, link_text(data))
+
+
+def link_text(data: dict[str, Any]) -> str:
+    """One line for each figure; the general rendering would call the bytes "num"."""
+    return "\n".join(pairs({"sent_bytes" if key == "num_bytes" else key: value for key, value in data.items()}))
 
 
 VERB = Verb("link", "what the links to a peer carry", "Measure links to peers.", _run, _arguments)

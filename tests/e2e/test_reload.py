@@ -115,6 +115,36 @@ def test_requests_in_flight_move_to_the_peer_that_replaces_theirs() -> None:
             assert [a.result()["prfaas"]["peer"] for a in answers] == [peers[0]["name"]] * 6
 
 
+def test_a_wrong_file_does_not_hide_that_a_restart_is_needed(tmp_path: Path) -> None:
+    keys = tmp_path / "api.keys"
+    with running_cluster(None, num_prefillds=0, decoded=FAKE) as c:
+        http = dict(c.decoded.config["http"])
+        c.decoded.config["http"] = http | {"api_key_file": secret_file(keys, "sk-one gold\n")}
+        c.decoded.write_config()
+        wrong, restart, advice = refusal(c.decoded)
+        assert wrong.startswith(f"http.api_key_file: {keys}: class 'gold' of key 1; admission.classes: none")
+        assert restart == f'http.api_key_file: "" -> "{keys}" needs a restart'
+        assert advice.startswith("to apply what needs a restart: ")
+        c.decoded.config["http"] = http | {"port": -1}
+        c.decoded.write_config()
+        assert len(refusal(c.decoded)) == 1
+
+
+def test_limits_that_do_nothing_on_loopback_are_told(tmp_path: Path) -> None:
+    with running_cluster(None, decoded=FAKE, prefilld=FAKE) as c:
+        (prefilld,) = c.prefillds
+        assert prefilld.ctl("peers")[0]["egress_note"] == ""
+        prefilld.config["egress"] = {"max_bps": "20Mbit/s"}
+        prefilld.write_config()
+        prefilld.ctl("reload")
+        text = "egress.max_bps does nothing on loopback"
+        assert prefilld.ctl("peers")[0]["egress_note"] == text
+        deadline = time.monotonic() + 5
+        while text not in prefilld.log_path.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
 def test_every_key_that_needs_a_restart_is_named_and_no_false_reason() -> None:
     """The daemon narrowed its own affinity to engine.cpus: that the other cores exist is not for it to judge."""
     cores = sorted(os.sched_getaffinity(0))

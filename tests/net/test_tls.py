@@ -136,6 +136,7 @@ async def test_certificates_with_another_ca_between(ends, tmp_path):
 async def test_a_server_of_another_name(ends):
     seen = await Refusal(ends.end("decode"), ends.end("prefill"), tls_name="b1.example").seen()
     assert seen["client_code"] == "tls_wrong_name" and "'b1.example'" in seen["client"]
+    assert f"; it is for {SERVER!r}: if this is the peer that is meant, set its peers.tls_name to" in seen["client"]
     assert seen["server_code"] == "tls_refused" and "bad certificate" in seen["server"]
     named = ends.end("prefill", ends.ca.make("b1", ["b1.example"], "prefill"))
     seen = await Refusal(ends.end("decode"), named).seen()

@@ -74,9 +74,12 @@ class FakeService:
             await self.worker.close()
         print("stop called", flush=True)
 
+    def restart_problems(self, config: DecodeConfig) -> list[str]:
+        if config.http.port == self.config.http.port:
+            return []
+        return restart_problems(self.config, config, ("log", "peers"))
+
     async def reload(self, config: DecodeConfig) -> list[str]:
-        if config.http.port != self.config.http.port:
-            raise ConfigError(restart_problems(self.config, config, ("log", "peers")))
         old, self.config = self.config, config
         return changes(old, config)
 

@@ -12,10 +12,15 @@ from typing import Any
 import pytest
 
 from common import ctl_verbs
-from common.ctl_render import to_text
+from common.cachemetrics import cache_facts
+from common.ctl_render import pairs, to_text
 from common.ctl_views import peers_text, status_text
+from common.fake import FakeOptions
 from common.layout import numerics_differ
 from common.release import version
+from common.sched.prefix_index import ROWS
+from common.state_cache import StateCache
+from decoded.ctl.link import link_text
 
 ROOT = Path(__file__).resolve().parents[2]
 Daemon = Any  # conftest.FakeDaemon
@@ -385,10 +390,32 @@ def test_peers_fit_a_terminal_and_keep_the_reason_whole() -> None:
     assert peers_text([{"name": "a"}]) == "name\na"
 
 
+def test_bytes_of_a_link_bench_are_called_so() -> None:
+    text = link_text({"peer": "b1", "goodput_bps": 1e9, "num_bytes": 64 << 20, "seconds": 0.5, "num_data_links": 1})
+    assert [line.split() for line in text.splitlines()][1:3] == [["goodput", "1.00", "Gbit/s"], ["sent", "64.0", "MiB"]]
+
+
+def test_what_was_stored_is_not_taken_for_what_is_held() -> None:
+    layout = FakeOptions().layout()
+    facts = cache_facts(StateCache(layout, {ROWS: 1 << 20}))
+    text = "\n".join(pairs(facts | {"stored_since_start_bytes": {"rows": 5 << 20}}))
+    assert facts["stored_since_start_bytes"] == {} and "stored_since_start:\n  rows  5.00 MiB" in text
+
+
+def test_reload_says_what_becomes_of_requests() -> None:
+    assert "is removed was computing is computed again" in ctl_verbs.reload("decoded").description
+    assert ctl_verbs.reload("prefilld").description.endswith("Requests in flight go on.")
+    for daemon in ("decoded", "prefilld"):
+        for verb in (ctl_verbs.reload(daemon), ctl_verbs.peers(daemon)):
+            assert max(map(len, verb.description.splitlines())) <= 120
+
+
 def test_peers_say_when_tokens_depend_on_the_route() -> None:
     differ = numerics_differ({"weights": "exact", "dtype": "float32"}, {"weights": "int8", "dtype": "float32"})
     lines = peers_text([{"name": "b1", "state": "ready", "reason": "", "numerics_differ": differ}]).splitlines()
     assert lines[1] == "b1    ready  numerics differ (ours/theirs): weights exact/int8"
+    both = {"name": "a1", "state": "ready", "numerics_differ": differ, "egress_note": "egress.share holds once"}
+    assert peers_text([both]).splitlines()[1].endswith("weights exact/int8; egress.share holds once")
     down = {"name": "b1", "state": "down", "reason": "gone", "numerics_differ": differ}
     assert peers_text([down]).splitlines()[1].endswith("  gone")
 

@@ -84,6 +84,13 @@ def test_wrong_rates(text: object) -> None:
         units.parse_rate(text)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("text", "like"), [("0", "50Mbit/s"), ("0.0", "50Mbit/s"), ("20", "20Mbit/s")])
+def test_the_example_of_a_rate_is_one(text: str, like: str) -> None:
+    with pytest.raises(ValueError, match=f'has no unit: .* like "{like}"$'):
+        units.parse_rate(text)
+    assert units.parse_rate(like) > 0
+
+
 @given(st.integers(0, 1 << 50))
 def test_exact_size_reads_back(value: int) -> None:
     assert units.parse_size(units.exact_size(value)) == value

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from common.errors import BadMessage
 from common.layout import StateLayout, StateSpec, TensorSpec
 from common.wire.codec import Codec, TensorRun, segment_shape
-from common.wire.quantise import GROUP_CHANNELS, GROUP_TOKENS
+from common.wire.lossy import GROUP_CHANNELS, GROUP_TOKENS
 
 LEVELS = {"q8": 255, "q4": 23}
 
