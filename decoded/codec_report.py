@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,24 @@ def read(path: Path) -> CodecReport | None:
         return None
     except (OSError, ValueError, RecursionError) as e:
         raise StartupError(f"{path} is not a report of `decodectl codec check`: {e}") from e
-    names = {f.name for f in fields(CodecReport)}
-    if not isinstance(data, dict) or data.keys() != names or not isinstance(data["top1_agreement"], float):
+    if not isinstance(data, dict) or data.keys() != {f.name for f in fields(CodecReport)}:
         raise StartupError(f"{path} is not a report of `decodectl codec check`: it has not its fields")
-    if not isinstance(data["identity"], dict):
-        raise StartupError(f"{path} is not a report of `decodectl codec check`: its identity is no object")
+    for name, value in data.items():
+        if not _can_be(name, value):
+            raise StartupError(f"{path} is not a report of `decodectl codec check`: {name} is {value!r:.80}")
     return CodecReport(**data)
+
+
+def _can_be(name: str, value: object) -> bool:
+    """A damaged report must not let a codec in: NaN, for one, is below nothing."""
+    if name in ("codec", "parameters", "text"):
+        return isinstance(value, str)
+    if name == "identity":
+        return isinstance(value, dict)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    # Divergences of nothing may be a little below 0.
+    return -0.01 <= value <= (1.0 if name in ("top1_agreement", "greedy_agreement") else inf)
 
 
 def obstacle(folder: Path | None, codec: str, known: Mapping[str, str], min_agreement: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
@@ -207,7 +208,13 @@ def test_reports_outlive_the_process_and_damaged_ones_are_refused(tmp_path) -> N
         "{",
         "[]",
         json.dumps(asdict(report()) | {"more": 1}),
-        json.dumps(asdict(report()) | {"top1_agreement": "1"}),
+        *(
+            json.dumps(asdict(report()) | {name: value})
+            for name in ("top1_agreement", "kl_max")
+            for value in ("1", None, True, math.nan)
+        ),
+        json.dumps(asdict(report()) | {"top1_agreement": 5.0}),
+        "[" * 100_000,
     ):
         path.write_text(text)
         with pytest.raises(Exception, match="is not a report of `decodectl codec check`"):
