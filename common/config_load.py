@@ -7,7 +7,6 @@ contradictions among the right ones are still looked for: the wrong ones are tak
 from __future__ import annotations
 
 import copy
-import difflib
 import math
 import re
 import tomllib
@@ -23,7 +22,7 @@ from pydantic_core import ErrorDetails
 
 from common.config_render import toml_value, unit_of
 from common.config_types import Problem, RootSection, Unit, When
-from common.errors import ConfigError
+from common.errors import ConfigError, unknown_key
 
 R = TypeVar("R", bound=RootSection)
 Loc = tuple[int | str, ...]
@@ -110,9 +109,7 @@ def _message(detail: ErrorDetails, loc: Loc, root: type[BaseModel]) -> str:
     if not loc:
         return detail["msg"]
     if detail["type"] == "extra_forbidden":
-        known = list(_fields(root, loc[:-1]))
-        near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
-        return f"unknown key; did you mean {near[0]!r}?" if near else f"unknown key; known here: {', '.join(known)}"
+        return unknown_key(str(loc[-1]), _fields(root, loc[:-1]))
     field = _fields(root, loc[:-1]).get(str(loc[-1]))
     value, text = detail["input"], _PLAIN_WORDS.get(detail["type"], "")
     if detail["type"] == "string_pattern_mismatch" and field is not None:

@@ -21,10 +21,18 @@ Messages are full sentences with field, value and limit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 EXIT_OK, EXIT_RUNTIME, EXIT_USAGE, EXIT_STARTUP, EXIT_CONFIG = 0, 1, 2, 3, 78
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """What to say of a key in a configuration, or in any other file of people's, that means nothing there."""
+    known = list(known)
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"unknown key; did you mean {near[0]!r}?" if near else f"unknown key; known here: {', '.join(known)}"
 
 
 class PdError(Exception):

@@ -18,9 +18,11 @@ from common.policy.capacity import Model, Solution
 from common.policy.lengths import Lengths
 from common.policy.routing import Mode
 from common.sim.cluster import Cluster
-from common.sim.plan import deployment, plant, rules
+from common.sim.plan import plant
+from common.sim.prompts import uncached_lengths
 from common.sim.report import Slo, percentiles, span_s
-from common.sim.scenario import PAPER, Scenario, scenario, uncached_lengths
+from common.sim.runs import deployment, rules
+from common.sim.scenario import PAPER, Scenario, scenario
 from common.sim.traces import read_trace
 from common.sim.workload import Shape, arrive, log_normal, retrieval
 

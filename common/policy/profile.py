@@ -14,6 +14,17 @@ from math import isfinite
 from typing import Any
 
 from common.policy.costs import PREFILL_SCALE, DecodeCost, NonNegativeFit, PrefillCost, StateSize
+from common.policy.fields import NOT_NEGATIVE, POSITIVE, Fields, is_number
+
+_PREFILL_KEYS = ("points", "constant_s", "per_token_s", "per_square_s")
+_DECODE_KEYS = ("base_s", "per_row_s", "per_context_s", "max_rows")
+_MODEL_KEYS = ("name", "digest", "max_context")
+NODE_KEYS = (
+    "name", "prefill", "decode", "state", "model",
+    # Further facts that `profile` writes for whoever reads the file.
+    "daemon", "version", "measured_at", "took_s", "was_idle", "warnings", "numerics", "chunk_tokens", "measured",
+    "stored",
+)  # fmt: skip
 
 
 class Curve:
@@ -88,7 +99,8 @@ class Polynomial:
 class NodeProfile:
     """One kind of node: seconds of prefill by prompt tokens, and of decode steps, `max_rows` together.
 
-    `fitted` is the cost model nearest to what was measured, where whoever measured says so.
+    `fitted` is the cost model nearest to what was measured, where whoever measured says so; `max_context` the longest
+    prompt that the model takes, None where that is not known.
     """
 
     name: str
@@ -96,9 +108,12 @@ class NodeProfile:
     decode: DecodeCost | None = None
     max_rows: int = 1
     fitted: PrefillCost | None = None
+    max_context: int | None = None
 
     def decode_rps(self, mean_output_tokens: float, mean_context_tokens: float = 0.0) -> float:
-        """Requests per second of one decoding node with all rows in use (equation 5); 0 where it does not decode."""
+        """Requests per second of one decoding node with all rows in use, each of so much context in the mean (equation
+        5, whose T_decode has no context); 0 where it does not decode.
+        """
         if self.decode is None or mean_output_tokens <= 0:
             return 0.0
         step_s = self.decode.step_s(self.max_rows, self.max_rows * mean_context_tokens)
@@ -117,37 +132,68 @@ class NodeProfile:
         return PrefillCost(*fit.weights)
 
 
-def node_profile(data: Mapping[str, Any]) -> NodeProfile:
+def node_profile(data: Mapping[str, Any], where: str = "profile", *, is_strict: bool = False) -> NodeProfile:
     """From JSON: {"name", "prefill": {"points": [[tokens, seconds], ...]} or {"constant_s", "per_token_s",
-    "per_square_s"}, "decode": {"base_s", "per_row_s", "per_context_s", "max_rows"}}.
+    "per_square_s"}, "decode": {"base_s", "per_row_s", "per_context_s", "max_rows"}, "model": {"max_context"}}.
 
-    With both, the points hold as far as they go, and the cost goes on behind them.
+    With both, the points hold as far as they go, and the cost goes on behind them. `is_strict` refuses keys that
+    neither this reads nor `profile` writes: for files of people's; a daemon reads its own of any version.
 
     Raises:
-        ValueError: naming the field that is missing or wrong.
+        ValueError: naming the field that is missing, unknown or wrong.
     """
-    name = data.get("name", "node")
-    prefill = table(data, "prefill", f"profile {name!r}")
-    curve: Curve | Polynomial
+    prefill_keys, decode_keys, model_keys = (_PREFILL_KEYS, _DECODE_KEYS, _MODEL_KEYS) if is_strict else [None] * 3
+    node = Fields(data, where, NODE_KEYS if is_strict else None)
+    curve, fitted = _prefill(node.table("prefill", prefill_keys))
+    cost, max_rows = None, 1
+    if data.get("decode") is not None:
+        cost, max_rows = _decode(node.table("decode", decode_keys))
+    if is_strict and "state" in node:
+        state_size(node.get("state"), node.name("state"))
+    model = node.table("model", model_keys) if "model" in node else None
+    max_context = model.whole("max_context", 1, 10**12) if model is not None and "max_context" in model else None
+    return NodeProfile(node.text("name", "node"), curve, cost, max_rows, fitted, max_context)
+
+
+def _prefill(told: Fields) -> tuple[Curve | Polynomial, PrefillCost | None]:
+    points = _points(told) if "points" in told else []
     fitted: PrefillCost | None = None
-    if "points" not in prefill or "per_token_s" in prefill:
-        where = f"profile {name!r}: prefill"
-        constant, linear = number(prefill, "constant_s", where), number(prefill, "per_token_s", where)
-        fitted = PrefillCost(constant, linear, number(prefill, "per_square_s", where, 0.0))
-        curve = Polynomial(fitted.constant_s, fitted.per_token_s, fitted.per_square_s)
-    if "points" in prefill:
-        try:
-            points = [(float(x), float(y)) for x, y in prefill["points"]]
-            curve = Curve(points + (_beyond(points[-1], fitted) if fitted is not None and points else []))
-        except (TypeError, ValueError, OverflowError) as e:
-            raise ValueError(f"profile {name!r}: prefill.points: {e}") from e
-    if data.get("decode") is None:
-        return NodeProfile(str(name), curve, fitted=fitted)
-    where, told = f"profile {name!r}: decode", table(data, "decode", f"profile {name!r}")
-    cost = DecodeCost(
-        number(told, "base_s", where), number(told, "per_row_s", where, 0.0), number(told, "per_context_s", where, 0.0)
-    )
-    return NodeProfile(str(name), curve, cost, max(1, int(number(told, "max_rows", where, 1))), fitted)
+    if "points" not in told or "per_token_s" in told:
+        constant, linear = told.number("constant_s"), told.number("per_token_s")
+        fitted = PrefillCost(constant, linear, told.number("per_square_s", default=0.0))
+        if "points" not in told:
+            if fitted.seconds(0, 1) <= 0:
+                raise ValueError(f"{told.where}: constant_s, per_token_s and per_square_s are all 0, one must be above")
+            return Polynomial(fitted.constant_s, fitted.per_token_s, fitted.per_square_s), fitted
+    try:
+        return Curve(points + (_beyond(points[-1], fitted) if fitted is not None and points else [])), fitted
+    except ValueError as e:
+        raise ValueError(f"{told.name('points')}: {e}") from e
+
+
+def _points(told: Fields) -> list[tuple[float, float]]:
+    pairs = told.get("points")
+    if not isinstance(pairs, list):
+        raise ValueError(f"{told.name('points')} must be a list of [tokens, seconds], not {pairs!r:.80}")
+    for n, pair in enumerate(pairs):
+        is_pair = isinstance(pair, list) and len(pair) == 2 and all(map(is_number, pair))
+        if not is_pair or not NOT_NEGATIVE.hold(pair[0]) or not POSITIVE.hold(pair[1]):
+            limits = f"tokens {NOT_NEGATIVE}, seconds {POSITIVE}"
+            raise ValueError(f"{told.name('points')}[{n}] must be [tokens, seconds], {limits}, not {pair!r:.60}")
+        if n and (pair[0] <= pairs[n - 1][0] or pair[1] < pairs[n - 1][1]):
+            raise ValueError(
+                f"{told.name('points')}[{n}] must have more tokens, and no fewer seconds, than the point before it,"
+                f" {pairs[n - 1]}, not {pair!r:.60}"
+            )
+    return [(float(tokens), float(seconds)) for tokens, seconds in pairs]
+
+
+def _decode(told: Fields) -> tuple[DecodeCost, int]:
+    base = told.number("base_s")
+    row, context = (told.number(key, default=0.0) for key in ("per_row_s", "per_context_s"))
+    if base + row + context <= 0:
+        raise ValueError(f"{told.where}: base_s, per_row_s and per_context_s are all 0, one must be above")
+    return DecodeCost(base, row, context), told.whole("max_rows", 1, 10**6, 1)
 
 
 def _beyond(last: tuple[float, float], cost: PrefillCost) -> list[tuple[float, float]]:
@@ -157,24 +203,10 @@ def _beyond(last: tuple[float, float], cost: PrefillCost) -> list[tuple[float, f
     return [(x, seconds + cost.seconds(0, x) - cost.seconds(0, tokens)) for x in more]
 
 
-def state_size(data: Mapping[str, Any]) -> StateSize:
+def state_size(data: object, where: str = "state") -> StateSize:
     """From JSON: {"fixed_bytes", "bytes_per_token"}. Raises ValueError naming the field."""
-    return StateSize(number(data, "fixed_bytes", "state", 0.0), number(data, "bytes_per_token", "state"))
-
-
-def table(data: Mapping[str, Any], key: str, where: str = "") -> Mapping[str, Any]:
-    """An object within a JSON object. Raises ValueError naming it."""
-    value = data.get(key)
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where}{': ' if where else ''}{key} must be a table, not {value!r}")
-    return value
-
-
-def number(data: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
-    """A finite number >= 0 of a JSON object. Raises ValueError naming it."""
-    value = data.get(key, default)
-    # Python reads whole numbers of any size, and floats them or not.
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1e300
-    if not is_number:
-        raise ValueError(f"{where}.{key} must be a number >= 0, not {value!r:.40}")
-    return float(value)
+    told = Fields(data, where, ("fixed_bytes", "bytes_per_token"))
+    found = StateSize(told.number("fixed_bytes", default=0.0), told.number("bytes_per_token"))
+    if found.num_bytes(1) <= 0:
+        raise ValueError(f"{where}: fixed_bytes and bytes_per_token are both 0, one must be above")
+    return found

@@ -7,21 +7,15 @@ takes the mean of T; times to first token of both are bare prefill, those of `si
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from html import escape
 from typing import Any
 
-import numpy as np
-
-from common.policy.adaptive import WEIGHTS, Weights
 from common.policy.capacity import Model, Plant, Solution
-from common.policy.routing import Mode, Rules
+from common.policy.routing import Mode
 from common.sim.charts import Series, html_table, line_chart, page
-from common.sim.cluster import Cluster
-from common.sim.report import Slo, summary
-from common.sim.scenario import Scenario
-from common.sim.site import Deployment
-from common.sim.traces import Trace
-from common.sim.workload import Shape, SimRequest, arrive
+from common.sim.runs import FAR_OFF, probable_cause, saturated, simulated
+from common.sim.scenario import Scenario, warnings
+from common.sim.tables import tables
 
 _MODES: tuple[tuple[str, Mode], ...] = (
     ("prfaas", "threshold"),
@@ -30,7 +24,6 @@ _MODES: tuple[tuple[str, Mode], ...] = (
     # With the roles that the closed form finds for the threshold.
     ("adaptive", "adaptive"),
 )
-_SEED = 2
 
 
 def plan(question: Scenario, *, simulates: bool = True) -> dict[str, Any]:
@@ -38,7 +31,9 @@ def plan(question: Scenario, *, simulates: bool = True) -> dict[str, Any]:
     exact = solutions(question, is_exact=True)
     out: dict[str, Any] = {
         "name": question.name,
+        "warnings": warnings(question),
         "mean_uncached_tokens": question.lengths.mean,
+        "mean_context_tokens": question.mean_context,
         "closed_form": _facts(question, solutions(question)),
         "closed_form_mean": _facts(question, exact),
         "advice": advice(question, exact),
@@ -48,11 +43,27 @@ def plan(question: Scenario, *, simulates: bool = True) -> dict[str, Any]:
         for way, mode in _MODES:
             roles = "prfaas" if way == "adaptive" else way
             if roles in exact:
-                rps, most = saturated_rps(question, exact[roles], mode), exact[roles].throughput_rps
-                facts = {"closed_form_mean_rps": most, "simulated_rps": rps, "difference": rps / most - 1}
-                out["saturation"][way] = facts
-                out["simulated"][way] = simulated(question, exact[roles], mode) | {"throughput_rps": rps}
+                most = _saturation(question, exact[roles], mode)
+                out["saturation"][way] = most
+                told = simulated(question, exact[roles], mode)
+                out["simulated"][way] = told | {"throughput_rps": most["simulated_rps"]}
     return out
+
+
+def _saturation(question: Scenario, solved: Solution, mode: Mode) -> dict[str, Any]:
+    """The most that could be served when simulated, beside what the closed form has."""
+    found = saturated(question, solved, mode)
+    off = found.throughput_rps / solved.throughput_rps - 1
+    return {
+        "closed_form_mean_rps": solved.throughput_rps,
+        "simulated_rps": found.throughput_rps,
+        "difference": off,
+        "probable_cause": probable_cause(question, solved, found) if abs(off) > FAR_OFF else None,
+        "egress_bps": found.egress_bps,
+        "offloaded": found.offloaded,
+        "duty": found.duty,
+        "bottleneck": found.bottleneck,
+    }
 
 
 def plant(question: Scenario, egress_bps: float | None = None) -> Plant:
@@ -63,7 +74,7 @@ def plant(question: Scenario, egress_bps: float | None = None) -> Plant:
         question.state,
         question.num_remote,
         question.num_own,
-        question.own.decode_rps(question.mean_output),
+        question.own.decode_rps(question.mean_output, question.mean_context),
         question.egress_bps if egress_bps is None else egress_bps,
         question.codec_ratio,
     )
@@ -96,81 +107,6 @@ def _facts(question: Scenario, solved: dict[str, Solution]) -> dict[str, Any]:
             "bottleneck": one.bottleneck,
         }
     return out
-
-
-def deployment(question: Scenario, solved: Solution) -> Deployment:
-    """The nodes of one way, in the roles that the closed form found; none remote where nothing is offloaded."""
-    return Deployment(
-        question.remote,
-        question.own,
-        question.state,
-        0 if math.isinf(solved.threshold_tokens) else question.num_remote,
-        int(solved.num_prefill),
-        int(solved.num_decode),
-        question.egress_bps,
-        question.rtt_s,
-        question.rate_changes,
-        codec_ratio=question.codec_ratio,
-        cache_tokens=(question.cache_tokens, question.cache_tokens),
-    )
-
-
-def rules(mode: Mode, solved: Solution, weights: Weights = WEIGHTS) -> Rules:
-    """How the router decides at what the closed form found."""
-    return Rules(mode, solved.threshold_tokens, 2, solved.threshold_tokens, weights)
-
-
-def simulated(question: Scenario, solved: Solution, mode: Mode) -> dict[str, Any]:
-    """One run at `load` of the predicted throughput; `throughput_rps` is then what was offered."""
-    slo = Slo(lambda _: question.ttft_slo_s, question.tpot_slo_s)
-    cluster = Cluster(deployment(question, solved), rules(mode, solved), ttft_slo=slo.ttft_s)
-    done = cluster.run(_arrivals(question, question.load * solved.throughput_rps))
-    told = summary(done, cluster.link.num_bytes, slo)
-    ttft = told["ttft_s"]
-    threshold = solved.threshold_tokens
-    return {
-        "load": question.load,
-        "threshold_tokens": None if math.isinf(threshold) or mode == "adaptive" else threshold,
-        "num_prefill": solved.num_prefill,
-        "num_decode": solved.num_decode,
-        "ttft_mean_s": ttft["mean"],
-        "duty": cluster.hardware.duty(max(r.done_at for r in done)),
-        **{f"ttft_{p}_s": ttft[p] for p in ("p50", "p90", "p99")},
-        **{f"tpot_{p}_s": told["tpot_s"][p] for p in ("p50", "p90", "p99")},
-        **{name: told[name] for name in ("throughput_rps", "goodput_rps", "slo_met", "egress_bps", "offloaded")},
-    }
-
-
-def _arrivals(question: Scenario, rate_rps: float) -> list[SimRequest]:
-    if question.instants:
-        recorded_rps = len(question.instants) / (question.instants[-1] or 1.0)
-        return Trace(question.shapes, question.instants).requests(rate_rps / recorded_rps)
-    rng = np.random.default_rng(_SEED)
-    return arrive(
-        question.shapes, rate_rps, rng, cv=question.cv, swing=question.swing, period_s=question.period_s
-    )  # fmt: skip
-
-
-def saturated_rps(question: Scenario, solved: Solution, mode: Mode) -> float:
-    """Requests per second with always as many in the system as it can work on: the end of one is the start of the next.
-
-    The first quarter of the run, while queues and batches fill, and its end, while they empty, are left out.
-    """
-    window = 2 * question.own.max_rows * max(1, int(solved.num_decode)) + 40
-    requests = _chained(question.shapes, window)
-    done = Cluster(deployment(question, solved), rules(mode, solved)).run(requests)
-    ends = [r.done_at for r in done]
-    first, last = len(ends) // 4, len(ends) - window
-    if last - first < len(ends) // 4:
-        raise ValueError(f"arrivals.num_requests = {len(ends)} is too few to fill the nodes: {4 * window} or more")
-    return (last - first) / (ends[last] - ends[first])
-
-
-def _chained(shapes: Sequence[Shape], window: int) -> list[SimRequest]:
-    requests = [shape.request(n) for n, shape in enumerate(shapes)]
-    for one, following in zip(requests, requests[window:], strict=False):
-        one.next.append((0.0, following))
-    return requests[:window]
 
 
 def advice(question: Scenario, solved: dict[str, Solution]) -> dict[str, Any]:
@@ -226,7 +162,9 @@ def sweeps(question: Scenario) -> dict[str, list[tuple[float, float]]]:
 def html(question: Scenario, answer: dict[str, Any]) -> str:
     """A page with the tables and charts of an answer."""
     curves = sweeps(question)
-    parts = [html_table(*table(answer))]
+    parts = [f"<p><strong>Warning:</strong> {escape(text)}</p>" for text in answer["warnings"]]
+    for title, header, rows in tables(answer):
+        parts.append(f"<h2>{escape(title)}</h2>{html_table(header, rows)}")
     if curves["by_threshold"]:
         best = answer["closed_form"]["prfaas"]
         mark = [((best["threshold_tokens"] or 0) / 1000, best["throughput_rps"])]
@@ -241,25 +179,3 @@ def html(question: Scenario, answer: dict[str, Any]) -> str:
         ]
         parts.append(line_chart("Simulated time to first token", "percentile", "seconds", shown))
     return page(f"Plan: {question.name}", parts)
-
-
-def table(answer: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """(header, rows) for people: one row per way and method."""
-    header = ["", "req/s", "threshold", "Np/Nd", "TTFT mean", "P50", "P90", "P99", "goodput", "SLO met", "Gbit/s"]
-    rows = []
-    for method, label in (("closed_form", "closed form"), ("closed_form_mean", "E[T(L)]"), ("simulated", "simulated")):
-        for way, one in answer.get(method, {}).items():
-            threshold = one["threshold_tokens"]
-            rows.append(
-                [f"{label}, {way}", f"{one['throughput_rps']:.2f}", "-" if threshold is None else f"{threshold:.0f}"]
-                + [f"{one['num_prefill']:g}/{one['num_decode']:g}"]
-                + [_seconds(one, key) for key in ("ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s")]
-                + [f"{one['goodput_rps']:.2f}" if "goodput_rps" in one else ""]
-                + [f"{one['slo_met']:.1%}" if "slo_met" in one else ""]
-                + [f"{one['egress_bps'] / 1e9:.1f}"]
-            )
-    return header, rows
-
-
-def _seconds(facts: dict[str, Any], key: str) -> str:
-    return f"{facts[key]:.2f}" if key in facts else ""

@@ -7,20 +7,18 @@ the remote node; for the own node, of which it prints no profile, the quadratic 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from common.policy.costs import StateSize
+from common.policy.fields import POSITIVE, Fields, Limits
 from common.policy.lengths import Lengths
-from common.policy.profile import NodeProfile, node_profile, number, state_size, table
-from common.sim.caches import BlockCache
+from common.policy.profile import NodeProfile, node_profile, state_size
 from common.sim.links import tcp_bps
-from common.sim.traces import Trace, read_trace
-from common.sim.workload import BLOCK_TOKENS, Shape, log_normal, retrieval, sessions
+from common.sim.prompts import arrivals, prompts
+from common.sim.workload import Shape
 from common.units import parse_duration, parse_rate
 
 PAPER: dict[str, Any] = {
@@ -46,7 +44,15 @@ PAPER: dict[str, Any] = {
     "slo": {"ttft": "10s", "tpot": "25ms"},
 }
 EXAMPLES = {"paper": PAPER}
-_SEED = 1
+KEYS = (
+    "name", "own", "remote", "state", "num_remote", "num_own", "num_homogeneous", "price_ratio", "cache_tokens", "link",
+    "workload", "arrivals", "slo",
+)  # fmt: skip
+_CHANGE_KEYS = ("rate", "rtt", "loss", "data_links")
+LINK_KEYS = (*_CHANGE_KEYS, "codec_ratio", "changes")
+SLO_KEYS = ("ttft", "tpot")
+_MAX_NODES = 10_000
+_BELOW_ONE = Limits(0.0, 1.0, is_high_open=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,7 @@ class Scenario:
     remote site; `egress_bps` is what connections get of the link, loss taken off, and `rate_changes` (instant, the same
     from then on) are simulated only; `load` is the part of the predicted throughput at which times are simulated.
     Intervals between arrivals vary by `cv`, and the rate swings by `swing` over `period_s`; or they come as at
-    `instants`, faster or slower.
+    `instants`, faster or slower. `mean_context` is the tokens of a row that decodes, its prompt and half its answer.
     """
 
     name: str
@@ -73,6 +79,7 @@ class Scenario:
     shapes: tuple[Shape, ...]
     lengths: Lengths
     mean_output: float
+    mean_context: float
     load: float
     cv: float
     swing: float
@@ -87,44 +94,61 @@ def scenario(data: Mapping[str, Any], folder: Path = Path()) -> Scenario:
     """Check and complete; `folder` is where relative paths start.
 
     Raises:
-        ValueError: naming the field.
-        OSError: the trace or a profile cannot be read.
+        ValueError: naming the field that is missing, unknown or wrong, or the file that cannot be read.
     """
-    data = _with_profiles(data, folder)
-    link, slo, arrivals, asked = (table(data, key) for key in ("link", "slo", "arrivals", "workload"))
-    count = _whole(arrivals, "num_requests", "arrivals", 6000, low=100)
-    cache_tokens = number(data, "cache_tokens", "plan", 0.0)
-    trace = read_trace(folder / str(asked.get("path", ""))) if asked.get("kind") == "trace" else None
-    shapes = tuple(_shapes(asked, count, trace))
-    own = node_profile(table(data, "own"))
+    plan = Fields(_with_profiles(data, folder), "", KEYS)
+    link, slo = plan.table("link", LINK_KEYS), plan.table("slo", SLO_KEYS)
+    cache_tokens = plan.number("cache_tokens", default=0.0)
+    asked, when = prompts(plan, folder, cache_tokens), arrivals(plan)
+    own = node_profile(plan.get("own"), "own", is_strict=True)
     if own.decode is None:
         raise ValueError("own.decode is missing: decoded's own nodes generate the tokens")
-    num_remote, num_own = _whole(data, "num_remote", "plan"), _whole(data, "num_own", "plan", low=2)
+    num_remote, num_own = plan.whole("num_remote", 0, _MAX_NODES), plan.whole("num_own", 2, _MAX_NODES)
     return Scenario(
-        name=str(data.get("name", "plan")),
-        remote=node_profile(table(data, "remote")),
+        name=plan.text("name", "plan"),
+        remote=node_profile(plan.get("remote"), "remote", is_strict=True),
         own=own,
-        state=state_size(table(data, "state")),
+        state=state_size(plan.get("state")),
         num_remote=num_remote,
         num_own=num_own,
-        num_homogeneous=_whole(data, "num_homogeneous", "plan", num_remote + num_own, low=2),
-        price_ratio=number(data, "price_ratio", "plan", 2.0),
-        egress_bps=_egress_bps(link, "link"),
+        num_homogeneous=plan.whole("num_homogeneous", 2, 2 * _MAX_NODES, max(2, num_remote + num_own)),
+        price_ratio=plan.number("price_ratio", Limits(0.0, 100.0, is_low_open=True), 2.0),
+        egress_bps=_egress_bps(link),
         rate_changes=_rate_changes(link),
-        rtt_s=_unit(link, "rtt", "link", parse_duration, "0"),
-        codec_ratio=number(link, "codec_ratio", "link", 1.0),
-        shapes=shapes,
-        lengths=_lengths(asked, shapes, cache_tokens),
-        mean_output=float(np.mean([s.num_output for s in shapes])),
-        load=number(arrivals, "load", "arrivals", 0.8),
-        cv=number(arrivals, "cv", "arrivals", 1.0),
-        swing=_swing(arrivals),
-        period_s=_unit(arrivals, "period", "arrivals", parse_duration, "24h"),
-        instants=_instants(arrivals, count, trace),
+        rtt_s=link.unit("rtt", parse_duration, default="0"),
+        codec_ratio=link.number("codec_ratio", POSITIVE, 1.0),
+        shapes=asked.shapes,
+        lengths=asked.lengths,
+        mean_output=asked.mean_output,
+        mean_context=asked.mean_context,
+        load=when.load,
+        cv=when.cv,
+        swing=when.swing,
+        period_s=when.period_s,
+        instants=asked.instants,
         cache_tokens=cache_tokens,
-        ttft_slo_s=_unit(slo, "ttft", "slo", parse_duration, "10s"),
-        tpot_slo_s=_unit(slo, "tpot", "slo", parse_duration, "50ms"),
+        ttft_slo_s=slo.unit("ttft", parse_duration, POSITIVE, "10s"),
+        tpot_slo_s=slo.unit("tpot", parse_duration, POSITIVE, "50ms"),
     )
+
+
+def warnings(question: Scenario) -> list[str]:
+    """What people should know of a scenario that can be planned for all the same.
+
+    Prompts beyond the model's context are not refused: public traces have a few that a smaller model would not take,
+    and the rest of the plan is of use. They are not left out either, since that would change what was asked.
+    """
+    known = {name: node.max_context for name, node in (("own", question.own), ("remote", question.remote))}
+    limit = min((tokens for tokens in known.values() if tokens), default=None)
+    beyond = [s.num_prompt for s in question.shapes if limit and s.num_prompt > limit]
+    if not beyond:
+        return []
+    names = " and ".join(name for name, tokens in known.items() if tokens)
+    return [
+        f"{len(beyond)} of {len(question.shapes)} prompts (up to {max(beyond)} tokens) are longer than the {limit}"
+        f" tokens that the model takes (model.max_context of {names}): their times are extrapolated, and the daemons"
+        " refuse such prompts"
+    ]
 
 
 def _with_profiles(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -135,7 +159,7 @@ def _with_profiles(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             whole[key] = _read_profile(folder / path, key)
     nodes = [node for key in ("own", "remote") if isinstance(node := whole.get(key), Mapping)]
     models = [(m.get("name"), m.get("digest")) for node in nodes if isinstance(m := node.get("model"), Mapping)]
-    if len({digest for _, digest in models}) > 1:
+    if len({digest for _, digest in models if digest is not None}) > 1:
         named = " and ".join(repr(name) for name, _ in models)
         raise ValueError(f"own and remote are profiles of different models, {named}: measure both with the same one")
     known = [node["state"] for node in nodes if "state" in node]
@@ -147,6 +171,8 @@ def _with_profiles(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def _read_profile(path: Path, key: str) -> Mapping[str, Any]:
     try:
         found = json.loads(path.read_text("utf-8"))
+    except OSError as e:
+        raise ValueError(f"{key}: {path} cannot be read: {e.strerror or e}") from e
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{key}: {path} is no profile: {e}") from e
     if not isinstance(found, dict):
@@ -154,89 +180,22 @@ def _read_profile(path: Path, key: str) -> Mapping[str, Any]:
     return found
 
 
-def uncached_lengths(shapes: Sequence[Shape], cache_tokens: float) -> list[int]:
-    """What is left to compute of each prompt when they come in this order to one cache of that size."""
-    cache = BlockCache(cache_tokens, BLOCK_TOKENS)
-    left = []
-    for shape in shapes:
-        left.append(max(0, shape.num_prompt - 1 - cache.match(shape.blocks)))
-        cache.add(shape.blocks)
-    return left
-
-
-def _shapes(workload: Mapping[str, Any], count: int, trace: Trace | None) -> list[Shape]:
-    kind, rng = workload.get("kind"), np.random.default_rng(_SEED)
-    if trace is not None:
-        return trace.repeated(count)
-    output = _whole(workload, "num_output", "workload", 256, low=1)
-    if kind == "log-normal":
-        mu, sigma = (number(workload, key, "workload") for key in ("mu", "sigma"))
-        low, high = (_whole(workload, key, "workload", low=1) for key in ("low", "high"))
-        return log_normal(count, rng, mu=mu, sigma=sigma, low=low, high=high, num_output=output)
-    if kind == "retrieval":
-        return retrieval(count, rng, num_output=output)
-    if kind == "sessions":
-        return sessions(count, rng, num_output=output)
-    raise ValueError(f'workload.kind must be "log-normal", "trace", "retrieval" or "sessions", not {kind!r}')
-
-
-def _egress_bps(link: Mapping[str, Any], where: str) -> float:
+def _egress_bps(link: Fields) -> float:
     """What TCP gets of a link by its rate, loss and round trip, with so many data links."""
-    rate_bps, rtt_s = _unit(link, "rate", where, parse_rate), _unit(link, "rtt", where, parse_duration, "0")
-    loss = number(link, "loss", where, 0.0)
-    if loss >= 1:
-        raise ValueError(f"{where}.loss must be below 1, not {loss}: it is a part of the packets")
-    return tcp_bps(rate_bps, rtt_s, loss, _whole(link, "data_links", where, 4, low=1))
+    rate_bps, rtt_s = link.unit("rate", parse_rate, POSITIVE), link.unit("rtt", parse_duration, default="0")
+    return tcp_bps(rate_bps, rtt_s, link.number("loss", _BELOW_ONE, 0.0), link.whole("data_links", 1, 1024, 4))
 
 
-def _rate_changes(link: Mapping[str, Any]) -> tuple[tuple[float, float], ...]:
+def _rate_changes(link: Fields) -> tuple[tuple[float, float], ...]:
     """Each of link.changes has `at` and whatever is other from then on; the rest is as in `link`."""
     told = link.get("changes", [])
     if not isinstance(told, list) or not all(isinstance(each, Mapping) for each in told):
         raise ValueError(f"link.changes must be a list of objects, not {told!r:.80}")
     changes = []
     for n, each in enumerate(told):
-        where = f"link.changes[{n}]"
-        changes.append((_unit(each, "at", where, parse_duration), _egress_bps({**link, **each}, where)))
+        change = Fields(each, f"link.changes[{n}]", ("at", *_CHANGE_KEYS))
+        whole = Fields({**link.data, **each}, change.where)
+        changes.append((change.unit("at", parse_duration), _egress_bps(whole)))
     if changes != sorted(changes, key=lambda change: change[0]):
         raise ValueError("link.changes must be in the order of their `at`")
     return tuple(changes)
-
-
-def _swing(arrivals: Mapping[str, Any]) -> float:
-    swing = number(arrivals, "swing", "arrivals", 0.0)
-    if swing >= 1:
-        raise ValueError(f"arrivals.swing must be below 1, not {swing}: the rate cannot fall below zero")
-    return swing
-
-
-def _instants(arrivals: Mapping[str, Any], count: int, trace: Trace | None) -> tuple[float, ...]:
-    """Those of the trace with arrivals.as_recorded; none otherwise."""
-    if not arrivals.get("as_recorded", False):
-        return ()
-    if trace is None:
-        raise ValueError('arrivals.as_recorded needs workload.kind = "trace"')
-    if count > len(trace.instants):
-        raise ValueError(f"arrivals.num_requests = {count}, but the trace has {len(trace.instants)}")
-    return trace.instants[:count]
-
-
-def _lengths(workload: Mapping[str, Any], shapes: Sequence[Shape], cache_tokens: float) -> Lengths:
-    """Exact where the distribution is known, else the histogram."""
-    if workload.get("kind") == "log-normal":
-        return Lengths.log_normal(*(workload[key] for key in ("mu", "sigma", "low", "high")))
-    return Lengths.of(uncached_lengths(shapes, cache_tokens))
-
-
-def _whole(data: Mapping[str, Any], key: str, where: str, default: int | None = None, low: int = 0) -> int:
-    value = data.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{where}.{key} must be a whole number >= {low}, not {value!r}")
-    return value
-
-
-def _unit(data: Mapping[str, Any], key: str, where: str, parse: Any, default: str | None = None) -> float:
-    try:
-        return float(parse(data.get(key, default)))
-    except ValueError as e:
-        raise ValueError(f"{where}.{key}: {e}") from e

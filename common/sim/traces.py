@@ -13,8 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.policy.fields import NOT_NEGATIVE
 from common.sim.workload import BLOCK_TOKENS, Shape, SimRequest
 
+MAX_TOKENS = 10_000_000
 _SECONDS = (3600.0, 60.0, 1.0)
 _COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
@@ -48,7 +50,7 @@ def read_trace(path: Path) -> Trace:
         file.seek(0)
         rows = list(_mooncake(file) if is_json else _azure(file))
     if not rows:
-        raise ValueError(f"{path}: no request in it")
+        raise ValueError("no request in it")
     rows.sort(key=lambda row: row[0])
     first = rows[0][0]
     return Trace(tuple(shape for _, shape in rows), tuple(at - first for at, _ in rows))
@@ -62,8 +64,11 @@ def _mooncake(lines: Iterable[str]) -> Iterator[tuple[float, Shape]]:
             row = json.loads(line)
             prompt = _positive(row["input_length"], "input_length")
             # A trailing id may stand for a part of a block; only whole ones can be shared here.
-            blocks = tuple(int(b) for b in row["hash_ids"][: prompt // BLOCK_TOKENS])
-            yield float(row["timestamp"]) / 1000, Shape(prompt, _output(row["output_length"]), blocks)
+            blocks = tuple(_block(b) for b in row["hash_ids"][: prompt // BLOCK_TOKENS])
+            yield (
+                _instant(float(row["timestamp"]) / 1000),
+                Shape(prompt, _output(row["output_length"], "output_length"), blocks),
+            )
         except (ValueError, KeyError, TypeError) as e:
             raise ValueError(f"line {number} is not a request of a Mooncake trace: {e!r}") from e
 
@@ -81,18 +86,34 @@ def _azure(lines: Iterable[str]) -> Iterator[tuple[float, Shape]]:
                 days.append(day)
             seconds = sum(float(part) * unit for part, unit in zip(clock.split(":"), _SECONDS, strict=True))
             prompt = _positive(row["ContextTokens"], "ContextTokens")
-            yield 86400.0 * len(days) + seconds, Shape(prompt, _output(row["GeneratedTokens"]))
+            yield (
+                _instant(86400.0 * len(days) + seconds),
+                Shape(prompt, _output(row["GeneratedTokens"], "GeneratedTokens")),
+            )
         except (ValueError, TypeError) as e:
             raise ValueError(f"line {number} is not a request of an Azure trace: {e}") from e
 
 
+def _instant(seconds: float) -> float:
+    if not NOT_NEGATIVE.hold(seconds):
+        raise ValueError(f"the instant must be a number of seconds {NOT_NEGATIVE}, not {seconds!r}")
+    return seconds
+
+
+def _block(value: object) -> int:
+    number = int(str(value))
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"hash_ids must be of 64 bits, not {number}")
+    return number
+
+
 def _positive(value: object, name: str) -> int:
     tokens = int(str(value))
-    if tokens < 1:
-        raise ValueError(f"{name} must be 1 or more, not {tokens}")
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise ValueError(f"{name} must be a whole number >= 1 and <= {MAX_TOKENS}, not {tokens}")
     return tokens
 
 
-def _output(value: object) -> int:
+def _output(value: object, name: str) -> int:
     """Requests that were cut off before their first token count as one token: their prompt was computed."""
-    return max(1, int(str(value)))
+    return 1 if str(value) == "0" else _positive(value, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,28 +39,30 @@ def _run(context: Context) -> int:
         answer = planner.plan(question, simulates=not args.no_simulation)
         if args.html:
             Path(args.html).write_text(planner.html(question, answer), "utf-8")
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         sys.stderr.write(f"{context.prog} plan: {e}\n")
         return EXIT_USAGE
-    return context.show(answer, plan_text(planner.table(answer), answer))
+    return context.show(answer, plan_text(answer))
 
 
-def plan_text(lines: tuple[list[str], list[list[str]]], answer: dict[str, Any]) -> str:
-    """The table, the duty of each stage, and whether it pays."""
-    header, rows = lines
-    told = answer["closed_form"]["prfaas"]
-    advice = answer["advice"]
+def plan_text(answer: dict[str, Any]) -> str:
+    """The tables, the duty of each stage, and whether it pays."""
+    from common.sim.tables import tables, three
+
+    told, advice = answer["closed_form"]["prfaas"], answer["advice"]
+    parts = [f"warning: {text}" for text in answer["warnings"]]
+    for title, header, rows in tables(answer):
+        cells = [{name or "way": cell for name, cell in zip(header, row, strict=True)} for row in rows]
+        parts += [title, table(cells), ""]
     duty = ", ".join(f"{name} {part:.0%}" for name, part in told["duty"].items())
-    parts = [
-        table([{name or "way": cell for name, cell in zip(header, row, strict=True)} for row in rows]),
-        "TTFT in seconds: bare prefill in the closed forms; with waiting and transfer, at arrivals.load, simulated.",
-        f"duty at saturation: {duty}; the bottleneck is {told['bottleneck']}",
-    ]
-    for way, one in answer.get("saturation", {}).items():
-        parts.append(
-            f"saturation, {way}: simulated {one['simulated_rps']:.3f}, E[T(L)] {one['closed_form_mean_rps']:.3f} req/s"
-            f" ({one['difference']:+.1%})"
-        )
+    parts.append(f"duty at saturation: {duty}; the bottleneck is {told['bottleneck']}")
+    parts += [_saturation_text(way, one, three) for way, one in answer.get("saturation", {}).items()]
+    for way, one in answer.get("simulated", {}).items():
+        if one["offered_rps"] > one["throughput_rps"]:
+            parts.append(
+                f"warning: {way}: {three(one['offered_rps'])} req/s are offered (arrivals.load), more than the"
+                f" {three(one['throughput_rps'])} of simulated saturation: times may grow for as long as the run lasts"
+            )
     quicker = advice["quicker_remote_from_tokens"]
     parts.append(
         f"a remote site {'pays' if advice['pays'] else 'does not pay: ' + advice['why_not']}; throughput"
@@ -70,13 +73,22 @@ def plan_text(lines: tuple[list[str], list[list[str]]], answer: dict[str, Any]) 
     return "\n".join(parts)
 
 
+def _saturation_text(way: str, one: dict[str, Any], three: Callable[[float], str]) -> str:
+    text = (
+        f"saturation, {way}: simulated {three(one['simulated_rps'])}, E[T(L)] {three(one['closed_form_mean_rps'])}"
+        f" req/s ({one['difference']:+.1%})"
+    )
+    return f"{text}; probable cause: {one['probable_cause']}" if one["probable_cause"] else text
+
+
 VERB = Verb(
     "plan",
     "threshold, roles and times to expect, from profiles and a workload",
     "Solve the paper's equations for a scenario and simulate it with the router that decoded runs: threshold, split\n"
     "of nodes between prefill and decode, throughput, times, goodput, egress, duty of each stage, and when a remote\n"
     "site does not pay. No daemon is needed. `decodectl plan --example paper --print-scenario` shows the format;\n"
-    "`own` and `remote` may name files of `decodectl profile --out` and `prefillctl profile --out` instead.",
+    "`own` and `remote` may name files of `decodectl profile --out` and `prefillctl profile --out` instead.\n"
+    'docs/policies.md, "Planning", lists every key of a scenario with its unit and default.',
     _run,
     _arguments,
     False,

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from common.sim.plan import html, plan, quicker_from, simulated, solutions
+from common.sim.plan import html, plan, quicker_from, solutions
+from common.sim.runs import simulated
 from common.sim.scenario import PAPER, scenario
+from common.sim.tables import tables, three
 from decoded.ctl.__main__ import main
 
 KEYS = {"throughput_rps", "threshold_tokens", "num_prefill", "num_decode", "ttft_mean_s", "ttft_p90_s", "egress_bps"}
@@ -85,17 +87,17 @@ def test_printed_example_is_a_scenario(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_own": 1}, "plan.num_own must be a whole number >= 2"),
+        ({"num_own": 1}, "num_own must be a whole number >= 2 and <= 10000, not 1"),
         ({"link": {"rate": "fast"}}, "link.rate: 'fast' is not a rate"),
-        ({"link": {"rate": "1Gbit/s", "loss": 1}}, "link.loss must be below 1, not 1"),
+        ({"link": {"rate": "1Gbit/s", "loss": 1}}, "link.loss must be a number >= 0 and below 1, not 1"),
         ({"link": {"rate": "1Gbit/s", "changes": [{"rate": "1Mbit/s"}]}}, "link.changes[0].at"),
         ({"link": {"rate": "1Gbit/s", "changes": [{"at": "1s", "rate": "x"}]}}, "link.changes[0].rate: 'x' is not"),
         ({"link": {"rate": "1Gbit/s", "changes": [{"at": "2s"}, {"at": "1s"}]}}, "link.changes must be in the order"),
         ({"link": {"rate": "1Gbit/s", "changes": {"at": "2s"}}}, "link.changes must be a list of objects"),
-        ({"remote": {"name": "x"}}, "profile 'x': prefill must be a table"),
+        ({"remote": {"name": "x"}}, "remote.prefill is missing"),
         ({"own": {"name": "y", "prefill": {"constant_s": 1, "per_token_s": 1}}}, "own.decode is missing"),
         ({"workload": {"kind": "dreams"}}, "workload.kind must be"),
-        ({"arrivals": {"swing": 1.5}}, "arrivals.swing must be below 1"),
+        ({"arrivals": {"swing": 1.5}}, "arrivals.swing must be a number >= 0 and below 1, not 1.5"),
         ({"arrivals": {"as_recorded": True}}, "arrivals.as_recorded needs"),
         ({"arrivals": {"period": "long"}}, "arrivals.period: 'long' is not a duration"),
         ({"remote": {"name": "x", "prefill": {"points": [[1, 2]]}}}, "prefill.points: a curve needs two points"),
@@ -199,6 +201,114 @@ def test_the_documented_scenario_is_one(tmp_path):
     assert scenario(json.loads(block.split("```")[0]), tmp_path).num_own == 2
 
 
+BUSY = {"base_s": 0.012, "per_row_s": 1e-3, "per_context_s": 3e-6, "max_rows": 16}
+
+
+def bound_by_decode(folder, **changes):
+    """Nodes whose decode steps take twice as long with their context."""
+    data = with_files(folder, measured("here", decode=BUSY), measured("there", decode=None))
+    workload = {"kind": "log-normal", "mu": 6.5, "sigma": 1, "low": 32, "high": 9000, "num_output": 512}
+    return (
+        data
+        | {
+            "num_remote": 3,
+            "num_own": 4,
+            "num_homogeneous": 2,
+            "workload": workload,
+            "arrivals": {"num_requests": 2500},
+        }
+        | changes
+    )
+
+
+def test_the_closed_form_counts_the_context_of_a_full_batch(tmp_path):
+    question = scenario(bound_by_decode(tmp_path), tmp_path)
+    prompt = sum(s.num_prompt for s in question.shapes) / len(question.shapes)
+    assert question.mean_context == pytest.approx(prompt + 512 / 2)
+    told = plan(question)
+    step_s = 0.012 + 1e-3 * 16 + 3e-6 * 16 * question.mean_context
+    for way in ("prfaas", "homogeneous", "naive"):
+        closed, most = told["closed_form_mean"][way], told["saturation"][way]
+        assert closed["theta_rps"][2] == pytest.approx(closed["num_decode"] * 16 / step_s / 512)
+        assert abs(most["difference"]) < 0.05, way
+        assert most["probable_cause"] is None
+        assert closed["bottleneck"] == most["bottleneck"] == "decode", way
+        # What is offered can be served.
+        assert told["simulated"][way]["ttft_mean_s"] < 10
+
+
+def test_rows_that_stay_longer_count_for_more_of_the_context(tmp_path):
+    lines = [
+        {"timestamp": n, "input_length": 100, "output_length": 10}
+        if n % 2
+        else {"timestamp": n, "input_length": 1000, "output_length": 90}
+        for n in range(100)
+    ]
+    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps(line | {"hash_ids": []}) for line in lines))
+    change = {"workload": {"kind": "trace", "path": "t.jsonl"}, "arrivals": {"num_requests": 100}}
+    question = scenario(PAPER | change, tmp_path)
+    assert question.mean_context == pytest.approx(0.1 * (100 + 5) + 0.9 * (1000 + 45))
+
+
+def test_saturation_far_from_the_closed_form_is_explained(tmp_path, capsys):
+    """Turns of a session come before the answers they continue are cached."""
+    file = tmp_path / "plan.json"
+    sessions = {"workload": {"kind": "sessions", "num_output": 64}, "cache_tokens": 1e6}
+    file.write_text(json.dumps(bound_by_decode(tmp_path, **sessions)))
+    assert main(["plan", str(file)]) == 0
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if line.startswith("saturation, homogeneous")]
+    assert "probable cause: prompts had" in line
+    assert "turns of a session do not wait for answers" in line
+    assert "warning: homogeneous: " in out
+
+
+def test_a_link_that_changes_is_named_as_the_cause(tmp_path):
+    link = {"rate": "1Gbit/s", "changes": [{"at": "20s", "rate": "100kbit/s"}]}
+    told = plan(scenario(bound_by_decode(tmp_path, link=link), tmp_path))["saturation"]
+    assert told["naive"]["difference"] < -0.5
+    assert told["naive"]["probable_cause"] == "the closed form leaves out link.changes"
+    assert told["homogeneous"]["probable_cause"] is None
+
+
+def test_prompts_beyond_the_context_are_told(tmp_path, capsys):
+    model = {"name": "m", "digest": "d", "max_context": 4096}
+    own, remote = (measured(name, decode=BUSY) | {"model": model} for name in ("here", "there"))
+    data = bound_by_decode(tmp_path) | with_files(tmp_path, own, remote)
+    data["workload"] = {"kind": "log-normal", "mu": 7, "sigma": 1, "low": 32, "high": 9000, "num_output": 64}
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(data))
+    question = scenario(data, tmp_path)
+    beyond = sum(s.num_prompt > 4096 for s in question.shapes)
+    assert 0 < beyond < len(question.shapes) / 2
+    assert main(["plan", str(file), "--no-simulation"]) == 0
+    assert f"warning: {beyond} of 6000 prompts" in (out := capsys.readouterr().out)
+    assert "are longer than the 4096 tokens" in out
+    assert "extrapolated" in out
+
+
+def test_what_holds_at_saturation_and_at_the_load_stands_apart(answer):
+    most, bare, load = tables(answer)
+    assert "At saturation" in most[0]
+    assert "offered load" in load[0]
+    row = dict(zip(load[1], next(r for r in load[2] if r[0] == "simulated, naive"), strict=True))
+    told = answer["simulated"]["naive"]
+    assert float(row["offered req/s"]) == pytest.approx(told["offered_rps"], rel=0.006)
+    assert float(row["offered req/s"]) < 0.9 * told["throughput_rps"]
+    assert "req/s" not in row
+    row = dict(zip(most[1], next(r for r in most[2] if r[0] == "simulated, naive"), strict=True))
+    assert float(row["req/s"]) == pytest.approx(told["throughput_rps"], rel=0.006)
+    assert not [r for r in bare[2] if r[0].startswith("simulated")]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.012345, "0.0123"), (0.3, "0.300"), (2.5, "2.50"), (99.44, "99.4"), (1234.4, "1234")],
+)
+def test_small_plants_have_three_digits(value, text):
+    assert three(value) == text
+
+
 def test_state_that_is_told_counts_before_the_profiles(tmp_path):
     data = with_files(tmp_path, measured("here"), measured("there")) | {"state": {"bytes_per_token": 7}}
     assert scenario(data, tmp_path).state.bytes_per_token == 7
@@ -216,7 +326,7 @@ def test_state_that_is_told_counts_before_the_profiles(tmp_path):
         ("{", measured("there"), "own.json is no profile: "),
         ("[1]", measured("there"), "own.json is no profile: it holds no JSON object but list"),
         (measured("here"), "[" * 100_000, "remote.json is no profile: "),
-        (measured("here", state={}), measured("there"), "state.bytes_per_token must be a number"),
+        (measured("here", state={}), measured("there"), "own.state.bytes_per_token is missing"),
     ],
 )
 def test_files_that_do_not_fit_are_named(tmp_path, own, remote, why):

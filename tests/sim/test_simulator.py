@@ -292,7 +292,10 @@ def test_traces_of_both_kinds(tmp_path):
     [
         ('{"timestamp": 0}\n', "line 1 is not a request of a Mooncake trace"),
         ("a,b\n1,2\n", "no column TIMESTAMP"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 1:2:3,0,1\n", "ContextTokens must be 1 or more"),
+        (
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 1:2:3,0,1\n",
+            "ContextTokens must be a whole number >= 1",
+        ),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no request in it"),
     ],
 )
