@@ -85,11 +85,13 @@ def prompts(plan: Fields, folder: Path, cache_tokens: float) -> Prompts:
     kind = asked.get("kind")
     if not isinstance(kind, str) or kind not in WORKLOAD_KEYS:
         raise ValueError(f"workload.kind must be {', '.join(map(repr, WORKLOAD_KEYS))}, not {kind!r:.40}")
+    # First what a trace cannot do without: its name says more than that of a key put in its place.
+    path = folder / asked.text("path") if kind == "trace" else None
     asked = plan.table("workload", WORKLOAD_KEYS[kind])
     count = told.whole("num_requests", 100, _MAX_REQUESTS, 6000)
     is_recorded = told.flag("as_recorded")
-    if kind == "trace":
-        trace = _trace(folder / asked.text("path"))
+    if path is not None:
+        trace = _trace(path)
         shapes = tuple(trace.repeated(count))
         instants = _instants(trace, count) if is_recorded else ()
         return Prompts(shapes, Lengths.of(uncached_lengths(shapes, cache_tokens)), instants)

@@ -91,7 +91,11 @@ def test_numbers_that_cannot_be_are_refused(name, path, value):
             {"workload": PAPER["workload"] | {"num_outputs": 256}},
             "workload.num_outputs: unknown key; did you mean 'num_output'?",
         ),
-        ({"workload": {"kind": "trace", "file": "x"}}, "workload.file: unknown key; "),
+        ({"workload": {"kind": "trace", "file": "x"}}, "workload.path is missing"),
+        (
+            {"workload": {"kind": "trace", "path": "x", "file": "x"}},
+            "workload.file: unknown key; known here: kind, path",
+        ),
         ({"workload": {"kind": "trace"}}, "workload.path is missing"),
         ({"workload": {"kind": "trace", "path": ""}}, "workload.path must be text"),
         ({"workload": {"kind": "trace", "path": "."}}, "cannot be read: Is a directory"),
