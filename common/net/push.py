@@ -111,8 +111,9 @@ class PushIn:
         codecs: CodecPool,
         layout: StateLayout,
         settle: Callable[[SendStream], None],
+        on_moved: Callable[[], None],
     ) -> None:
-        self._session, self._stream, self._settle = session, stream, settle
+        self._session, self._stream, self._settle, self._on_moved = session, stream, settle, on_moved
         self.landing = Landing(self, stream, layout, sink, codecs)
         self.landing.on_idle = self.changed
         self._changed = asyncio.Event()
@@ -131,6 +132,7 @@ class PushIn:
 
     def landed(self, segment: InSegment) -> None:
         """It is verified and in place."""
+        self._on_moved()
         self._session.segment_landed(self._stream, segment)
 
     def failed(self, error: PdError) -> None:

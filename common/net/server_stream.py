@@ -114,7 +114,7 @@ class ServerStream:
         """Let the peer send the state of [held, start) into the sink; returns when all of it is there."""
         self._check()
         port = self._port
-        self.push = PushIn(port.session, self._stream, sink, port.codecs, port.layout, port.settle)
+        self.push = PushIn(port.session, self._stream, sink, port.codecs, port.layout, port.settle, self.moved)
         self._moved_at = began = now()
         self.is_taking_push = True
         try:
@@ -221,7 +221,7 @@ class ServerStream:
             self._over.set()
 
     def moved(self) -> None:
-        """A link had room for a piece."""
+        """A link had room for a piece, or a piece of the prefix came."""
         self._moved_at = now()
 
     def acked(self, segment: OutSegment) -> None:

@@ -93,6 +93,16 @@ def test_a_cut_while_a_prefix_is_pushed_costs_no_request(kind, number):
     assert result.counts["outcome: bare ok"] and result.counts["path: a pushed prefix was taken"]
 
 
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_a_prefix_that_comes_slowly_is_not_given_up(is_sealed):
+    """Sealed pieces, which are opened elsewhere, did not count as something that came: 2 s, and the stream was ended."""
+    small = replace(OPTIONS, credit_bytes=4096, max_segment_bytes=4096)
+    plan = replace(PLAN, options=small, server_options=small, is_sealed=is_sealed, progress_timeout_s=2.0)
+    result = played(want=PUSHED, way=replace(SLOW, rate=20e3), plan=plan)
+    assert result.counts["outcome: bare ok"] and result.counts["path: a pushed prefix was taken"]
+    assert result.world.now > 1004
+
+
 def test_a_push_that_is_not_repeated_after_resume_is_found():
     """It matters only where a control link is lost in the middle of one, which few seeds show."""
     with broken("a push is not repeated after Resume"):
