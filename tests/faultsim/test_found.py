@@ -95,7 +95,7 @@ def test_a_cut_while_a_prefix_is_pushed_costs_no_request(kind, number):
 
 @pytest.mark.parametrize("is_sealed", [False, True])
 def test_a_prefix_that_comes_slowly_is_not_given_up(is_sealed):
-    """Sealed pieces, which are opened elsewhere, did not count as something that came: 2 s, and the stream was ended."""
+    """Sealed pieces, which are opened elsewhere, did not count: after 2 s the stream was ended."""
     small = replace(OPTIONS, credit_bytes=4096, max_segment_bytes=4096)
     plan = replace(PLAN, options=small, server_options=small, is_sealed=is_sealed, progress_timeout_s=2.0)
     result = played(want=PUSHED, way=replace(SLOW, rate=20e3), plan=plan)
