@@ -53,8 +53,9 @@ class Lengths:
         if not (0 < low <= high and sigma > 0):
             raise ValueError(f"a log-normal needs 0 < low <= high and sigma > 0, not {low}, {high}, {sigma}")
         lengths = range(low, high + 1)
-        scale = -0.5 / sigma**2
-        return cls(lengths, [math.exp(scale * (math.log(n) - mu) ** 2) / n for n in lengths])
+        # Products, since a square that is too large is infinite, while ** would raise.
+        far = ((math.log(n) - mu) / sigma for n in lengths)
+        return cls(lengths, [math.exp(-0.5 * z * z) / n for n, z in zip(lengths, far, strict=True)])
 
     @classmethod
     def of(cls, samples: Iterable[float]) -> Lengths:

@@ -13,8 +13,16 @@ from itertools import pairwise
 from math import isfinite
 from typing import Any
 
-from common.policy.costs import PREFILL_SCALE, DecodeCost, NonNegativeFit, PrefillCost, StateSize
-from common.policy.fields import NOT_NEGATIVE, POSITIVE, Fields, is_number
+from common.policy.costs import (
+    LEAST_TYPICAL,
+    MOST_COST,
+    PREFILL_SCALE,
+    DecodeCost,
+    NonNegativeFit,
+    PrefillCost,
+    StateSize,
+)
+from common.policy.fields import Fields, Limits, is_number
 
 _PREFILL_KEYS = ("points", "constant_s", "per_token_s", "per_square_s")
 _DECODE_KEYS = ("base_s", "per_row_s", "per_context_s", "max_rows")
@@ -25,6 +33,11 @@ NODE_KEYS = (
     "daemon", "version", "measured_at", "took_s", "was_idle", "warnings", "numerics", "chunk_tokens", "measured",
     "stored",
 )  # fmt: skip
+
+
+# Of constants, of each token or row, and of each pair of tokens.
+_CONSTANT, _EACH, _SQUARE = (Limits(0.0, most) for most in MOST_COST)
+_TOKENS, _SECONDS, _BYTES = Limits(0.0, 1e12), Limits(LEAST_TYPICAL, 1e6), Limits(0.0, 1e15)
 
 
 class Curve:
@@ -159,11 +172,10 @@ def _prefill(told: Fields) -> tuple[Curve | Polynomial, PrefillCost | None]:
     points = _points(told) if "points" in told else []
     fitted: PrefillCost | None = None
     if "points" not in told or "per_token_s" in told:
-        constant, linear = told.number("constant_s"), told.number("per_token_s")
-        fitted = PrefillCost(constant, linear, told.number("per_square_s", default=0.0))
+        constant, linear = told.number("constant_s", _CONSTANT), told.number("per_token_s", _EACH)
+        fitted = PrefillCost(constant, linear, told.number("per_square_s", _SQUARE, 0.0))
         if "points" not in told:
-            if fitted.seconds(0, 1) <= 0:
-                raise ValueError(f"{told.where}: constant_s, per_token_s and per_square_s are all 0, one must be above")
+            _refuse_no_time(told, _PREFILL_KEYS[1:], fitted.seconds(0, 1))
             return Polynomial(fitted.constant_s, fitted.per_token_s, fitted.per_square_s), fitted
     try:
         return Curve(points + (_beyond(points[-1], fitted) if fitted is not None and points else [])), fitted
@@ -177,23 +189,32 @@ def _points(told: Fields) -> list[tuple[float, float]]:
         raise ValueError(f"{told.name('points')} must be a list of [tokens, seconds], not {pairs!r:.80}")
     for n, pair in enumerate(pairs):
         is_pair = isinstance(pair, list) and len(pair) == 2 and all(map(is_number, pair))
-        if not is_pair or not NOT_NEGATIVE.hold(pair[0]) or not POSITIVE.hold(pair[1]):
-            limits = f"tokens {NOT_NEGATIVE}, seconds {POSITIVE}"
+        if not is_pair or not _TOKENS.hold(pair[0]) or not _SECONDS.hold(pair[1]):
+            limits = f"tokens {_TOKENS}, seconds {_SECONDS}"
             raise ValueError(f"{told.name('points')}[{n}] must be [tokens, seconds], {limits}, not {pair!r:.60}")
-        if n and (pair[0] <= pairs[n - 1][0] or pair[1] < pairs[n - 1][1]):
+        if n and (pair[0] < pairs[n - 1][0] + 1 or pair[1] < pairs[n - 1][1]):
             raise ValueError(
-                f"{told.name('points')}[{n}] must have more tokens, and no fewer seconds, than the point before it,"
+                f"{told.name('points')}[{n}] must have a token more, and no fewer seconds, than the point before it,"
                 f" {pairs[n - 1]}, not {pair!r:.60}"
             )
     return [(float(tokens), float(seconds)) for tokens, seconds in pairs]
 
 
 def _decode(told: Fields) -> tuple[DecodeCost, int]:
-    base = told.number("base_s")
-    row, context = (told.number(key, default=0.0) for key in ("per_row_s", "per_context_s"))
-    if base + row + context <= 0:
-        raise ValueError(f"{told.where}: base_s, per_row_s and per_context_s are all 0, one must be above")
-    return DecodeCost(base, row, context), told.whole("max_rows", 1, 10**6, 1)
+    base, row = told.number("base_s", _CONSTANT), told.number("per_row_s", _EACH, 0.0)
+    # A row attends to each token of its context, as prefill does for each square.
+    cost = DecodeCost(base, row, told.number("per_context_s", _SQUARE, 0.0))
+    _refuse_no_time(told, _DECODE_KEYS[:3], cost.step_s(1, 1))
+    return cost, told.whole("max_rows", 1, 10**6, 1)
+
+
+def _refuse_no_time(told: Fields, keys: Sequence[str], token_s: float) -> None:
+    """A term alone may be 0, or nearly so where it was fitted, but all of them together must take some seconds."""
+    if token_s < LEAST_TYPICAL:
+        raise ValueError(
+            f"{told.where}: {', '.join(keys[:-1])} and {keys[-1]} must take {LEAST_TYPICAL:g} seconds or more for a"
+            f" token, not {token_s:.3g}"
+        )
 
 
 def _beyond(last: tuple[float, float], cost: PrefillCost) -> list[tuple[float, float]]:
@@ -206,7 +227,7 @@ def _beyond(last: tuple[float, float], cost: PrefillCost) -> list[tuple[float, f
 def state_size(data: object, where: str = "state") -> StateSize:
     """From JSON: {"fixed_bytes", "bytes_per_token"}. Raises ValueError naming the field."""
     told = Fields(data, where, ("fixed_bytes", "bytes_per_token"))
-    found = StateSize(told.number("fixed_bytes", default=0.0), told.number("bytes_per_token"))
+    found = StateSize(told.number("fixed_bytes", _BYTES, 0.0), told.number("bytes_per_token", _BYTES))
     if found.num_bytes(1) <= 0:
         raise ValueError(f"{where}: fixed_bytes and bytes_per_token are both 0, one must be above")
     return found

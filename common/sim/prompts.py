@@ -5,14 +5,13 @@ Called by scenario.py and the benchmarks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from common.policy.fields import POSITIVE, Fields, Limits
+from common.policy.fields import Fields, Limits
 from common.policy.lengths import Lengths
 from common.sim.caches import BlockCache
 from common.sim.traces import MAX_TOKENS, Trace, read_trace
@@ -26,9 +25,9 @@ WORKLOAD_KEYS = {
     "sessions": ("kind", "num_output"),
 }
 ARRIVAL_KEYS = ("load", "cv", "swing", "period", "num_requests", "as_recorded")
-_MAX_REQUESTS = 10_000_000
-# Lengths outside of [low, high] are drawn again, so some must fall inside.
-_LEAST_INSIDE = 1e-3
+_MAX_REQUESTS = 1_000_000
+# The closed form goes through each length between the bounds: 10 s for so many.
+_MAX_LENGTH = 2_000_000
 _SEED = 1
 
 
@@ -69,9 +68,9 @@ def arrivals(plan: Fields) -> Arrivals:
     told = plan.table("arrivals", ARRIVAL_KEYS)
     return Arrivals(
         told.number("load", Limits(0.001, 100.0), 0.8),
-        told.number("cv", Limits(0.01, 100.0), 1.0),
+        told.number("cv", Limits(0.0, 100.0), 1.0),
         told.number("swing", Limits(0.0, 1.0, is_high_open=True), 0.0),
-        told.unit("period", parse_duration, POSITIVE, "24h"),
+        told.unit("period", parse_duration, Limits(1.0, 1e9), "24h"),
     )
 
 
@@ -94,7 +93,7 @@ def prompts(plan: Fields, folder: Path, cache_tokens: float) -> Prompts:
         trace = _trace(path)
         shapes = tuple(trace.repeated(count))
         instants = _instants(trace, count) if is_recorded else ()
-        return Prompts(shapes, Lengths.of(uncached_lengths(shapes, cache_tokens)), instants)
+        return Prompts(shapes, _uncached(shapes, cache_tokens), instants)
     if is_recorded:
         raise ValueError("arrivals.as_recorded needs workload.kind = 'trace'")
     return _drawn(asked, kind, count, cache_tokens)
@@ -108,6 +107,16 @@ def uncached_lengths(shapes: Sequence[Shape], cache_tokens: float) -> list[int]:
         left.append(max(0, shape.num_prompt - 1 - cache.match(shape.blocks)))
         cache.add(shape.blocks)
     return left
+
+
+def _uncached(shapes: Sequence[Shape], cache_tokens: float) -> Lengths:
+    lengths = uncached_lengths(shapes, cache_tokens)
+    if not any(lengths):
+        raise ValueError(
+            f"workload: none of {len(lengths)} prompts has a token left to compute before its last one, so there is"
+            f" nothing to plan: all are one token long, or known to a cache of cache_tokens = {cache_tokens:g}"
+        )
+    return Lengths.of(lengths)
 
 
 def _trace(path: Path) -> Trace:
@@ -129,23 +138,18 @@ def _drawn(asked: Fields, kind: str, count: int, cache_tokens: float) -> Prompts
     rng, output = np.random.default_rng(_SEED), asked.whole("num_output", 1, MAX_TOKENS, 256)
     if kind == "log-normal":
         mu, sigma = asked.number("mu", Limits(0.0, 100.0)), asked.number("sigma", Limits(0.0, 100.0, is_low_open=True))
-        low = asked.whole("low", 1, MAX_TOKENS)
-        high = asked.whole("high", low, MAX_TOKENS)
-        # The normal distribution from low to high.
-        below, above = (math.erf((math.log(n) - mu) / sigma / math.sqrt(2)) for n in (low, high))
-        if above - below < 2 * _LEAST_INSIDE:
-            raise ValueError(
-                f"workload: {(above - below) / 2:.2g} of a log-normal with mu = {mu:g} and sigma = {sigma:g} lies from"
-                f" low = {low} to high = {high}, which must be {_LEAST_INSIDE:g} or more"
-            )
+        low = asked.whole("low", 1, _MAX_LENGTH)
+        high = asked.whole("high", low, _MAX_LENGTH)
         # The distribution is known exactly.
         try:
             lengths = Lengths.log_normal(mu, sigma, low, high)
         except ValueError as e:
-            why = "no whole number of tokens is that near to exp(mu)"
-            raise ValueError(f"workload.sigma must be larger than {sigma:g}: {why}") from e
+            raise ValueError(
+                f"workload: no whole number from low = {low} to high = {high} has any weight in a log-normal with"
+                f" mu = {mu:g} and sigma = {sigma:g}: they must come nearer to exp(mu), or sigma must be larger"
+            ) from e
         shapes = log_normal(count, rng, mu=mu, sigma=sigma, low=low, high=high, num_output=output)
         return Prompts(tuple(shapes), lengths, ())
     made = retrieval if kind == "retrieval" else sessions
     shapes = made(count, rng, num_output=output)
-    return Prompts(tuple(shapes), Lengths.of(uncached_lengths(shapes, cache_tokens)), ())
+    return Prompts(tuple(shapes), _uncached(shapes, cache_tokens), ())

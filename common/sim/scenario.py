@@ -158,14 +158,19 @@ def _with_profiles(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         if isinstance(path := data.get(key), str):
             whole[key] = _read_profile(folder / path, key)
     nodes = [node for key in ("own", "remote") if isinstance(node := whole.get(key), Mapping)]
-    models = [(m.get("name"), m.get("digest")) for node in nodes if isinstance(m := node.get("model"), Mapping)]
-    if len({digest for _, digest in models if digest is not None}) > 1:
-        named = " and ".join(repr(name) for name, _ in models)
+    told = [Fields(m, f"{key}.model") for key in ("own", "remote") if (m := _model(whole.get(key))) is not None]
+    if len({model.text("digest") for model in told if model.data.get("digest") is not None}) > 1:
+        named = " and ".join(repr(model.data.get("name")) for model in told)
         raise ValueError(f"own and remote are profiles of different models, {named}: measure both with the same one")
     known = [node["state"] for node in nodes if "state" in node]
     if "state" not in whole and known:
         whole["state"] = known[0]
     return whole
+
+
+def _model(node: object) -> Mapping[str, Any] | None:
+    model = node.get("model") if isinstance(node, Mapping) else None
+    return model if isinstance(model, Mapping) else None
 
 
 def _read_profile(path: Path, key: str) -> Mapping[str, Any]:

@@ -48,7 +48,10 @@ def read_trace(path: Path) -> Trace:
     with path.open(encoding="utf-8", newline="") as file:
         is_json = file.read(1) == "{"
         file.seek(0)
-        rows = list(_mooncake(file) if is_json else _azure(file))
+        try:
+            rows = list(_mooncake(file) if is_json else _azure(file))
+        except csv.Error as e:
+            raise ValueError(f"neither a Mooncake nor an Azure trace: {e}") from e
     if not rows:
         raise ValueError("no request in it")
     rows.sort(key=lambda row: row[0])
@@ -69,7 +72,7 @@ def _mooncake(lines: Iterable[str]) -> Iterator[tuple[float, Shape]]:
                 _instant(float(row["timestamp"]) / 1000),
                 Shape(prompt, _output(row["output_length"], "output_length"), blocks),
             )
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as e:
             raise ValueError(f"line {number} is not a request of a Mooncake trace: {e!r}") from e
 
 
@@ -101,14 +104,21 @@ def _instant(seconds: float) -> float:
 
 
 def _block(value: object) -> int:
-    number = int(str(value))
+    number = _whole(value, "hash_ids")
     if not -(2**63) <= number < 2**63:
         raise ValueError(f"hash_ids must be of 64 bits, not {number}")
     return number
 
 
+def _whole(value: object, name: str) -> int:
+    try:
+        return int(str(value))
+    except ValueError as e:
+        raise ValueError(f"{name} must be a whole number, not {value!r:.40}") from e
+
+
 def _positive(value: object, name: str) -> int:
-    tokens = int(str(value))
+    tokens = _whole(value, name)
     if not 1 <= tokens <= MAX_TOKENS:
         raise ValueError(f"{name} must be a whole number >= 1 and <= {MAX_TOKENS}, not {tokens}")
     return tokens

@@ -29,9 +29,7 @@ def _run(context: Context) -> int:
     from common.sim.scenario import EXAMPLES, scenario
 
     try:
-        data: Any = EXAMPLES[args.example] if args.example else json.loads(Path(args.scenario).read_text("utf-8"))
-        if not isinstance(data, dict):
-            raise ValueError(f"a scenario is a JSON object, not {type(data).__name__}")
+        data = EXAMPLES[args.example] if args.example else _read(Path(args.scenario))
         if args.print_scenario:
             sys.stdout.write(json.dumps(data, indent=2) + "\n")
             return 0
@@ -39,10 +37,25 @@ def _run(context: Context) -> int:
         answer = planner.plan(question, simulates=not args.no_simulation)
         if args.html:
             Path(args.html).write_text(planner.html(question, answer), "utf-8")
-    except (OSError, ValueError, RecursionError) as e:
+    except (OSError, ValueError) as e:
         sys.stderr.write(f"{context.prog} plan: {e}\n")
         return EXIT_USAGE
+    except (ArithmeticError, RecursionError, TypeError) as e:
+        # Numbers that are each within limits, but not together: what they are is for whoever wrote the file to find.
+        name = args.scenario or args.example
+        sys.stderr.write(f"{context.prog} plan: {name} cannot be planned with, {type(e).__name__}: {e}\n")
+        return EXIT_USAGE
     return context.show(answer, plan_text(answer))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path} is no JSON: {e}") from e
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: a scenario is a JSON object, not {type(data).__name__}")
+    return data
 
 
 def plan_text(answer: dict[str, Any]) -> str:

@@ -104,6 +104,34 @@ def test_a_damaged_file_is_said_and_ignored(tmp_path: Path, caplog, text):
     assert record.message.startswith("the profile is damaged and not used, measure again: ")
 
 
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"prefill": {"constant_s": 1e5, "per_token_s": 1}}, "profile.prefill.constant_s must be a number"),
+        ({"prefill": {"constant_s": 1, "per_token_s": 1e3}}, "profile.prefill.per_token_s must be a number"),
+        ({"prefill": {"constant_s": 1, "per_token_s": 1, "per_square_s": 1}}, "profile.prefill.per_square_s must be"),
+        ({"prefill": {"constant_s": 1e-300, "per_token_s": 0}}, "profile.prefill: constant_s, per_token_s and"),
+        ({"prefill": {"points": [[1, 1e-300], [2, 1]]}}, "profile.prefill.points[0] must be"),
+        ({"prefill": {"points": [[1, 1], [2, 1e300]]}}, "profile.prefill.points[1] must be"),
+        ({"prefill": {"points": [[1, 1], [1e300, 1]]}}, "profile.prefill.points[1] must be"),
+        ({"prefill": {"points": [[1, 1], [1 + 1e-15, 2]]}}, "profile.prefill.points[1] must have a token more"),
+        ({"decode": {"base_s": 1e300}}, "profile.decode.base_s must be a number"),
+        ({"decode": {"base_s": 1, "per_context_s": 1}}, "profile.decode.per_context_s must be a number"),
+        ({"decode": {"base_s": 1e-300}}, "profile.decode: base_s, per_row_s and per_context_s must take"),
+    ],
+)
+def test_numbers_that_no_machine_has_are_named_and_ignored(tmp_path: Path, caplog, changes, field):
+    store(tmp_path, document(**changes))
+    assert load_profile(tmp_path, INFO) is None
+    assert field in caplog.text
+
+
+def test_a_term_that_was_fitted_to_hardly_anything_is_taken(tmp_path: Path):
+    store(tmp_path, document(decode={"base_s": 0.02, "per_row_s": 1e-19, "per_context_s": 0}))
+    found = load_profile(tmp_path, INFO)
+    assert found is not None and found.decode == DecodeCost(0.02, 1e-19, 0.0)
+
+
 def test_every_prefix_of_a_file_is_damaged_or_whole(tmp_path: Path):
     path = store(tmp_path, document())
     whole = path.read_bytes()
