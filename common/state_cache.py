@@ -21,6 +21,7 @@ from common.backend import ComputedSegment, StateSource
 from common.disk_parts import DiskPart, PartFiles
 from common.errors import RequestFailed, StateDamaged
 from common.layout import BLOCK_TOKENS, StateLayout
+from common.logs import Damper
 from common.sched.executor import Slot
 from common.sched.prefix_cache import PrefixCache
 from common.sched.prefix_index import ROWS, STATE, WINDOW, Entry, Found, Needs
@@ -38,7 +39,7 @@ _LONG_TOKENS = 8192
 _BATCH, _MAX_WRITING = 64, 256 << 20
 # Parts copied in one go, and what a stopping daemon spends on writing memory to disk.
 _NUM_COPIED, _MAX_FLUSH_S = 16, 10.0
-# Failures to write are logged so often at most.
+# Failures to write are logged once in so long.
 _TELL_S = 10.0
 
 
@@ -117,7 +118,7 @@ class StateCache:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="state-cache")
         self._tasks: set[asyncio.Task[None]] = set()
         self._writing_bytes = 0
-        self._is_quiet, self._num_told = False, 0
+        self._told = Damper(_TELL_S)
 
     async def start(self) -> None:
         """Take over what an earlier process left on disk."""
@@ -353,17 +354,10 @@ class StateCache:
             files.remove(found)
 
     def _note_disk_error(self, error: OSError) -> None:
-        """A full disk fails every part: one line in a while says how many."""
+        """A full disk fails every part."""
         self.counts.num_disk_errors += 1
-        if self._is_quiet:
-            return
-        num, self._num_told = self.counts.num_disk_errors - self._num_told, self.counts.num_disk_errors
-        log.warning("state could not be written to disk and is given up: %s", error, extra={"num_parts": num})
-        self._is_quiet = True
-        asyncio.get_running_loop().call_later(_TELL_S, self._tell_again)
-
-    def _tell_again(self) -> None:
-        self._is_quiet = False
+        if (num_held := self._told.admit("disk")) is not None:
+            log.warning("state could not be written and is given up: %s", error, extra={"num_before": num_held})
 
     def _remove_file(self, part: Part) -> None:
         if self._files is not None and isinstance(part.payload, DiskPart):

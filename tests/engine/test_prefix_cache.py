@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from common.backend import ChunkDone, ComputedSegment, PrefillTask
-from common.disk_parts import _MAGIC, PartFiles
+from common.disk_parts import _MAGIC, DiskPart, PartFiles
 from common.layout import HASH_SCHEME
 from common.local_backend import LocalBackend
 from common.sched.prefix_index import ROWS, STATE, WINDOW
@@ -276,6 +277,23 @@ async def test_disk_survives_a_restart_and_nothing_damaged_is_used(kitchen, tool
     fourth = await kitchen.backend(AMPLE, **disk)
     assert not (tmp_path / "model" / "zz" / "rubbish.1").exists() and not some.exists()
     assert (await run(fourth, request, tools))[1] == expected
+
+
+async def test_a_full_disk_costs_computing_and_one_line(make_kitchen, tools, tmp_path: Path, caplog):
+    class Full(PartFiles):
+        def write(self, *_args: Any) -> DiskPart:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    kitchen = make_kitchen("Llama")
+    plain = await kitchen.backend()
+    row = plain.info.layout.token_bytes
+    disk = {"disk_limits": {ROWS: 64 * 30 * row}, "files": Full(tmp_path, "model")}
+    backend = await kitchen.backend({ROWS: 64 * 5 * row}, **disk)
+    for request in [tools.request(tools.prompt(260, seed=seed), max_tokens=2) for seed in (0, 1, 2, 0)]:
+        assert (await run(backend, request, tools))[1] == (await run(plain, request, tools))[1]
+    await backend.cache.settle()
+    assert backend.cache.counts.num_disk_errors > 4 and backend.cache.books.disk.used[ROWS] == 0
+    assert len([r for r in caplog.records if "could not be written" in r.message]) == 1
 
 
 async def test_what_memory_gives_up_goes_to_disk(make_kitchen, tools, tmp_path: Path):
