@@ -175,6 +175,14 @@ class Cluster:
             time.sleep(0.1)
         raise RuntimeError(f"peers are not ready after {timeout_s:g} s: {states}\n{self.decoded.log_tail()}")
 
+    def wait_warm(self, timeout_s: float = 300.0) -> None:
+        """Until the engines have recorded their decode steps: before, the first steps of each kind take longer."""
+        deadline = time.monotonic() + timeout_s
+        while not all(daemon.ctl("status").get("is_warm", True) for daemon in self.daemons):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the engines are not warm after {timeout_s:g} s")
+            time.sleep(0.5)
+
     def post(
         self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None, timeout_s: float = 600
     ) -> Any:

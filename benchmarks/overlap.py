@@ -59,12 +59,6 @@ class Result:
         ]
 
 
-def wait_until_warm(cluster: Cluster) -> None:
-    """Until decoded has recorded its decode steps: before, the first steps of each kind take longer."""
-    while not cluster.decoded.ctl("status")["is_warm"]:
-        time.sleep(0.5)
-
-
 def wan_cluster(wan: Wan, folder: Path, model: Path, engine: dict[str, Any] | None = None) -> Cluster:
     """A prefilld at end A and a decoded at end B, each with the trace on; not started."""
     key = folder / "key"
@@ -178,7 +172,7 @@ def run(
             cluster.prefillds[0].program = "benchmarks.late_prefilld"
         try:
             cluster.start()
-            wait_until_warm(cluster)
+            cluster.wait_warm()
             return measure(wan, cluster, num_tokens)
         finally:
             cluster.stop()

@@ -238,8 +238,7 @@ def main(argv: list[str] | None = None) -> int:
         with running_cluster(args.model, num_prefillds=0, decoded=decoded) as cluster:
             os.sched_setaffinity(0, {cores[-1]})  # decoded has the first one
             try:
-                while not cluster.decoded.ctl("status")["is_warm"]:
-                    time.sleep(0.5)
+                cluster.wait_warm()
                 capacity = asyncio.run(find_capacity(cluster, min(15.0, args.seconds)))
                 run = asyncio.run(overload(cluster, args.times * capacity, args.seconds))
             finally:

@@ -6,7 +6,6 @@ Used by profiler.py and by the daemons.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from hashlib import sha256
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.layout import ModelInfo
+from common.policy.fields import json_object
 from common.policy.profile import NodeProfile, node_profile
 from common.state_file import write_json
 
@@ -58,10 +58,7 @@ def load_profile(state_dir: Path | None, info: ModelInfo) -> NodeProfile | None:
 def _read(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"it is larger than {MAX_BYTES} bytes")
-    data = json.loads(path.read_bytes())
-    if not isinstance(data, dict):
-        raise ValueError(f"it holds no JSON object but {type(data).__name__}")
-    return data
+    return json_object(path.read_bytes())
 
 
 def _other(data: Mapping[str, Any], info: ModelInfo) -> str:

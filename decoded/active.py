@@ -296,8 +296,6 @@ class ActiveRequest:
             self._dispatcher.metrics.offload_failures.labels(peer, type(e).__name__).inc()
             if self._attempt is not None:
                 self._count_bytes(peer, self._attempt.prefill.report)
-                self.report.wire_bytes += self._attempt.prefill.report.wire_bytes
-                self.report.raw_bytes += self._attempt.prefill.report.raw_bytes
                 await self._keep_verified(generation, self._attempt)
             extra = {"request_id": request_id, "peer": peer, "error": type(e).__name__, "kept": self._kept_tokens}
             has_left = client is not None and self._dispatcher.client(peer) is not client
@@ -344,6 +342,8 @@ class ActiveRequest:
 
     def _count_bytes(self, peer: str, transfer: TransferReport) -> None:
         """Bytes crossed whether or not anything came of them."""
+        self.report.wire_bytes += transfer.wire_bytes
+        self.report.raw_bytes += transfer.raw_bytes
         self._dispatcher.metrics.wire_bytes.labels(peer).inc(transfer.wire_bytes)
         self._dispatcher.metrics.raw_bytes.labels(peer).inc(transfer.raw_bytes)
         for codec, num in transfer.codecs.items():

@@ -16,7 +16,7 @@ from typing import Any
 
 from common.backend import Backend, BackendStats
 from common.daemon import version_facts
-from common.errors import Draining, InvalidRequest, Overloaded, PdError
+from common.errors import Draining, InvalidRequest, Overloaded
 from common.layout import ModelInfo
 from common.net.pool import PeerClient
 from common.policy.admission import AdmissionController, AdmissionLimits
@@ -112,13 +112,10 @@ class Dispatcher:
             state_bytes, now = self.backend.state_bytes(request.state_tokens, request.num_choices), time.monotonic()
             demand = demand_of(request, state_bytes, setting, now - arrived_at)
             is_queued = self.admission.offer(demand, now) == "queued"
-        except PdError as e:
+        except Exception as e:
             self.count_refused(e)
             if isinstance(e, Overloaded):
                 log.warning("request shed", extra={"request_id": request.request_id, "gate": e.gate, "why": str(e)})
-            raise
-        except Exception:
-            self.metrics.requests.labels("none", "error").inc()
             raise
         active = ActiveRequest(self, request, demand, arrived_at, is_queued=is_queued)
         self.active[request.request_id] = active
@@ -133,12 +130,12 @@ class Dispatcher:
         if self.is_draining:
             raise Draining("this server is draining and takes no new requests (decodectl resume takes work again)")
 
-    def count_refused(self, error: PdError) -> None:
+    def count_refused(self, error: Exception) -> None:
         """Count a request that ends before it was admitted, here or in the API."""
         outcome = "shed" if self.count_shed(error) else "invalid" if isinstance(error, InvalidRequest) else "error"
         self.metrics.requests.labels("none", outcome).inc()
 
-    def count_shed(self, error: PdError) -> bool:
+    def count_shed(self, error: Exception) -> bool:
         """Whether it is a gate that says so, which is then counted."""
         if not isinstance(error, Overloaded | Draining):
             return False

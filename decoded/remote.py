@@ -114,7 +114,7 @@ def start_remote(
 
 
 def record_transfer(report: RequestReport, transfer: TransferReport, sent_at: float) -> None:
-    """Fill the remote parts of the timing.
+    """Fill the remote parts of the timing, and the codec.
 
     The peer's durations start at Accepted, whose arrival is the one instant both clocks share up to a one-way delay, so
     the parts join without a gap: sent .. accepted + queue | prefill | what was left of the transfer. Where Accepted was
@@ -126,6 +126,4 @@ def record_transfer(report: RequestReport, transfer: TransferReport, sent_at: fl
     timing.remote_queue_s += queue_s
     timing.prefill_s += prefill_s
     timing.transfer_s += total_s - prefill_s - queue_s
-    report.wire_bytes += transfer.wire_bytes
-    report.raw_bytes += transfer.raw_bytes
     report.codec = transfer.codec

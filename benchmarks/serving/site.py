@@ -13,7 +13,6 @@ import math
 import os
 import secrets
 import tempfile
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,11 +93,7 @@ class Site:
 
     def hold_back(self) -> None:
         """decoded's quota holds from now on. Before, it prepares as fast as it can."""
-        deadline = time.monotonic() + 300
-        while not all(daemon.ctl("status").get("is_warm", True) for daemon in self.cluster.daemons):
-            if time.monotonic() > deadline:
-                raise RuntimeError("the engines are not warm after 300 s")
-            time.sleep(0.5)
+        self.cluster.wait_warm()
         if self._quota is not None:
             self._quota.hold(self.cluster.decoded.pid, self.hardware.decoded_cores)
 

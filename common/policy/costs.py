@@ -26,8 +26,6 @@ GUESS_WEIGHT, GUESS_LASTS = 0.03, 0.002
 # Sizes at which the terms of each model are of the order of their weights; keeps the equations well conditioned.
 PREFILL_SCALE = (1.0, 1e4, 1e8)
 _DECODE_SCALE = (1.0, 1e1, 1e5)
-
-
 # A prior is not taken for faster than that at its terms' scales; the inverse square must be a number.
 LEAST_TYPICAL = 1e-12
 

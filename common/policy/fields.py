@@ -5,6 +5,7 @@ Knows no key. Called by profile.py and by the simulator's scenarios.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +105,17 @@ class Fields:
         if not limits.hold(value):
             raise ValueError(f"{self.name(key)} must be {limits}, in seconds or bits per second, not {told!r:.40}")
         return value
+
+
+def json_object(text: str | bytes) -> dict[str, Any]:
+    """What a file should hold. Raises ValueError: no JSON, no object, or one that is nested too deeply."""
+    try:
+        data = json.loads(text)
+    except RecursionError as e:
+        raise ValueError(str(e)) from e
+    if not isinstance(data, dict):
+        raise ValueError(f"it holds no JSON object but {type(data).__name__}")
+    return data
 
 
 def is_number(value: object) -> bool:

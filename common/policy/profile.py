@@ -21,6 +21,7 @@ from common.policy.costs import (
     NonNegativeFit,
     PrefillCost,
     StateSize,
+    prefill_terms,
 )
 from common.policy.fields import Fields, Limits, is_number
 
@@ -141,7 +142,7 @@ class NodeProfile:
         fit = NonNegativeFit(None, PREFILL_SCALE, half_life=1e9)
         for n in range(1, 65):
             tokens = longest * n / 64
-            fit.observe((1.0, tokens, tokens**2), self.prefill(tokens))
+            fit.observe(prefill_terms(0.0, tokens), self.prefill(tokens))
         return PrefillCost(*fit.weights)
 
 

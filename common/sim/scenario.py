@@ -6,14 +6,13 @@ the remote node; for the own node, of which it prints no profile, the quadratic 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.policy.costs import StateSize
-from common.policy.fields import POSITIVE, Fields, Limits
+from common.policy.fields import POSITIVE, Fields, Limits, json_object
 from common.policy.lengths import Lengths
 from common.policy.profile import NodeProfile, node_profile, state_size
 from common.sim.links import tcp_bps
@@ -175,14 +174,11 @@ def _model(node: object) -> Mapping[str, Any] | None:
 
 def _read_profile(path: Path, key: str) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text("utf-8"))
+        return json_object(path.read_text("utf-8"))
     except OSError as e:
         raise ValueError(f"{key}: {path} cannot be read: {e.strerror or e}") from e
-    except (ValueError, RecursionError) as e:
+    except ValueError as e:
         raise ValueError(f"{key}: {path} is no profile: {e}") from e
-    if not isinstance(found, dict):
-        raise ValueError(f"{key}: {path} is no profile: it holds no JSON object but {type(found).__name__}")
-    return found
 
 
 def _egress_bps(link: Fields) -> float:
