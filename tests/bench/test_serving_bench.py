@@ -12,7 +12,7 @@ from benchmarks.serving import report
 from benchmarks.serving.__main__ import ladder, main
 from benchmarks.serving.client import Answer
 from benchmarks.serving.load import Load, Texts, requests, solve
-from benchmarks.serving.profile import Measured, _state
+from benchmarks.serving.profile import Measured, _import_s, _state
 from benchmarks.serving.quota import CpuQuota, hierarchy
 from benchmarks.serving.simulate import simulate
 from benchmarks.serving.site import VARIANTS
@@ -78,6 +78,26 @@ def test_state_of_windows_and_of_rows_is_told_apart():
     assert state.window_bytes_per_token == pytest.approx(100.0)
     assert state.window_tokens == pytest.approx(512.0)
     assert ratio == pytest.approx(0.5, rel=1e-3)
+
+
+def test_what_taking_in_state_costs_is_a_mean_over_bytes():
+    assert _import_s([(0.3, 20_000_000), (0.1, 20_000_000)]) == pytest.approx(1e-8)
+    # By chance streams were early once; on the whole they cannot gain by it.
+    assert _import_s([(0.3, 20_000_000), (-0.1, 20_000_000)]) == pytest.approx(5e-9)
+    assert _import_s([(0.1, 20_000_000), (-0.3, 20_000_000)]) == 0.0
+
+
+def test_the_simulator_takes_in_state_at_the_cost_of_the_way_it_comes():
+    facts, asked = measured(import_s=(1e-9, 20e-9)), requests(LOAD, 1.5)
+    near, far = (next(v for v in VARIANTS if v.name == name) for name in ("homogeneous", "remote-only"))
+    free = {v.name: _tpot_s(simulate(measured(), v, 500.0, 5.0, asked)) for v in (near, far)}
+    dear = {v.name: _tpot_s(simulate(facts, v, 500.0, 5.0, asked)) for v in (near, far)}
+    assert 1.0 < dear[near.name] / free[near.name] < 1.1
+    assert 1.2 < dear[far.name] / free[far.name] < 2.0
+
+
+def _tpot_s(done) -> float:
+    return statistics.fmean(r.tpot_s for r in done)
 
 
 def test_the_solver_offloads_long_prompts_and_divides_decodeds_time():
