@@ -131,6 +131,12 @@ def test_figures_count_goodput_per_second_of_offering():
     found = report.figures(done, 10.0, slos)
     assert found["goodput_fixed_rps"] == pytest.approx(0.2)
     assert found["goodput_3x_rps"] == 0.0  # tokens come too slowly
+    # First tokens after 1, 2, 3 and 4 s take 0.5 (their pace), 0.8, 1.2 and 1.6 of the SLO: the first two always, the
+    # third from 1.2 on, which two of 21 steps from 0.8 to 1.25 are.
+    assert found["goodput_around_rps"] == pytest.approx((1 + 1 + 2 / 21) / 10)
+    assert found["edge"] == 0.0
+    near = slos | {"fixed": Slo(lambda _: 2.05, 0.2)}
+    assert report.figures(done, 10.0, near)["edge"] == 0.25
     assert found["ttft_mean_s"] == pytest.approx(2.5)
     assert found["throughput_rps"] == pytest.approx(4 / 7.2)
     assert found["offloaded"] == 1.0
@@ -143,10 +149,10 @@ def test_deviations_are_of_the_simulated_from_the_measured():
     parts = {"threshold": report.deviations(real, dict.fromkeys(report.SHOWN, 2.2))}
     assert parts["threshold"]["ttft_mean_s"] == pytest.approx(0.1)
     assert parts["threshold"]["goodput_3x_rps"] is None
-    assert report.within(parts, 0.15) == (5, 5)
-    assert report.within(parts, 0.05) == (0, 5)
+    assert report.within(parts, 0.15) == (6, 6)
+    assert report.within(parts, 0.05) == (0, 6)
     text = report.table(parts, are_parts=True)
-    assert "| threshold | +10% | +10% | - |" in text
+    assert "| threshold | +10% | +10% | +10% | - |" in text
 
 
 def test_quota_is_written_for_either_kind_of_hierarchy(tmp_path):
