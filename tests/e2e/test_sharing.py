@@ -24,6 +24,7 @@ DECODED = {
     "engine": {"backend": "fake"},
     "fake": {**FAKE, "prefill_tokens_per_s": 4000},
     "links": {"heartbeat": "0.5s"},
+    "routing": {"mode": "threshold", "threshold_tokens": "auto"},
 }
 PREFILLD = {
     "engine": {"backend": "fake"},
@@ -107,10 +108,11 @@ def test_the_threshold_goes_up_with_the_load_of_another_decoded_and_comes_back(s
     for n in range(120):
         ask(first, 100 + 50 * n, n)
     until(lambda: routing(first)["is_solved"], 5)
-    alone = routing(first)
+    alone, solved = routing(first), lambda: routing(first)["threshold_tokens"] / routing(first)["factor"]
+    before = solved()
     with load(second):
-        until(lambda: routing(first)["threshold_tokens"] > 1.1 * alone["threshold_tokens"], 150)
+        until(lambda: solved() > 1.1 * before, 150)
         shared = routing(first)
         assert shared["can_serve_rps"] < 0.95 * alone["can_serve_rps"]
-    until(lambda: routing(first)["threshold_tokens"] < 1.05 * alone["threshold_tokens"], 300)
+    until(lambda: solved() < 1.05 * before, 300)
     assert routing(first)["can_serve_rps"] > shared["can_serve_rps"]
