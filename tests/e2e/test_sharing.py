@@ -59,6 +59,11 @@ def routing(cluster: Cluster) -> dict[str, Any]:
     return dict(cluster.decoded.ctl("status")["routing"])
 
 
+def solved_of(facts: dict[str, Any]) -> float:
+    """What the slow loop found; the fast one multiplies it."""
+    return float(facts["threshold_tokens"] / facts["factor"])
+
+
 def until(holds: Callable[[], bool], seconds: float) -> None:
     ends_at = time.monotonic() + seconds
     while not holds():
@@ -108,11 +113,11 @@ def test_the_threshold_goes_up_with_the_load_of_another_decoded_and_comes_back(s
     for n in range(120):
         ask(first, 100 + 50 * n, n)
     until(lambda: routing(first)["is_solved"], 5)
-    alone, solved = routing(first), lambda: routing(first)["threshold_tokens"] / routing(first)["factor"]
-    before = solved()
+    alone = routing(first)
     with load(second):
-        until(lambda: solved() > 1.1 * before, 150)
+        until(lambda: solved_of(routing(first)) > 1.1 * solved_of(alone), 150)
         shared = routing(first)
         assert shared["can_serve_rps"] < 0.95 * alone["can_serve_rps"]
-    until(lambda: solved() < 1.05 * before, 300)
-    assert routing(first)["can_serve_rps"] > shared["can_serve_rps"]
+    # Not quite to where it was: what prompts cost is learned on, too.
+    until(lambda: solved_of(routing(first)) < (solved_of(alone) + solved_of(shared)) / 2, 240)
+    assert routing(first)["can_serve_rps"] > (alone["can_serve_rps"] + shared["can_serve_rps"]) / 2
