@@ -283,7 +283,8 @@ class AdmissionController:
             self.promises.make(demand, name, predicted_s, has_waited=has_waited)
             return None
         if predicted_s <= demand.deadline_s and self.queue.class_of(name).tenants.num_requests == 1:
-            self.promises.fade(demand, name, has_waited=has_waited, is_idle=not self.running)
+            is_alone = len(self.queue) == 1
+            self.promises.fade(demand, name, has_waited=has_waited, is_alone=is_alone, is_idle=not self.running)
         return Overloaded(
             f"refused by gate deadline: the first token is expected within {ttft_s:.3g} s ({wait_s:.3g} s in the queue,"
             f" {own_s:.3g} s for the prompt, {margin_s:.3g} s since such predictions are off), the deadline is"

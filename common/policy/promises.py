@@ -59,11 +59,12 @@ class Promises:
         doubt = max(LEAST_DOUBT, FIRST_DOUBT * HALF_DOUBT / (HALF_DOUBT + self._num_waited))
         return margin_s + doubt * (wait_s or 0.0) + self._misses_of(service_class).reserve * (demand.deadline_s or 0.0)
 
-    def fade(self, demand: Demand, service_class: str, *, has_waited: bool, is_idle: bool) -> None:
-        """It was refused for its margin while nobody waits from whom to learn that it is too much; `is_idle`: nor
-        does anybody run.
+    def fade(self, demand: Demand, service_class: str, *, has_waited: bool, is_alone: bool, is_idle: bool) -> None:
+        """It was refused for its margin while nobody of its class waits from whom to learn that it is too much;
+        `is_alone`: nor of another class, `is_idle`: nor does anybody run.
         """
         self._errors_of(demand, service_class, has_waited=has_waited).fade()
+        self._num_waited += has_waited and is_alone
         if is_idle:
             self._misses_of(service_class).fade()
 

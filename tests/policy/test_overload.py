@@ -167,6 +167,26 @@ def test_a_wait_is_doubted_less_the_more_were_seen():
     assert not promises.made
 
 
+def test_doubt_that_lets_nobody_wait_does_not_last():
+    """One a second, and nobody who waited had a first token yet: a wait of a second might take four."""
+    c = AdmissionController(AdmissionLimits(1, 100, 10**6, 10**9))
+    for n in range(10):
+        c.offer(Demand(f"{n}", 100, 1), 0.0)
+    for n in range(9):
+        c.release(f"{n}", n + 1.0, 0)
+    assert not c.queue
+    answers = [offer_or_gate(c, Demand(f"timed{n}", 100, 1, deadline_s=3.0), 9.5) for n in range(40)]
+    assert answers[:10] == ["deadline"] * 10
+    assert "queued" in answers[10:]
+
+
+def offer_or_gate(c: AdmissionController, demand: Demand, now: float) -> str:
+    try:
+        return c.offer(demand, now)
+    except Overloaded as e:
+        return e.gate
+
+
 def test_one_class_has_all():
     queue = FairQueue((ServiceClass("only", 0, 0.1),))
     queue.push(Demand("0", 100, 1), 100.0)
