@@ -17,6 +17,7 @@ PEER_COLUMNS = {
     "address": "address",
     "num_links": "links",
     "num_streams": "streams",
+    "busy_share": "busy",
     "security": "security",
     "certificate": "certificate",
     "certificate_expires_s": "expires_s",

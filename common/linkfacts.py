@@ -51,11 +51,13 @@ class LinkPlan:
         pacing_bps: bits per second at most; None is no limit.
         send_buffer_bytes: for the kernel; None leaves it.
         queue_bytes: how much more than the kernel took may wait at this link: a link's tail is never longer than that.
+        renewals: how often congestion control was to begin anew; when it grows, it is to do so now.
     """
 
     pacing_bps: float | None
     send_buffer_bytes: int | None
     queue_bytes: int
+    renewals: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,8 +141,8 @@ class RoutingConfig(Section):
     probe_interval: Bound = key(
         10.0,
         "The known capacity of a peer's path that carries nothing may be so old before a second's worth of bytes that"
-        " mean nothing is asked of the peer to see it again; while it stays the same, six times as old."
-        ' "inf" never asks.',
+        " mean nothing is asked of the peer to see it again; while it stays the same, six times as old. Once after"
+        ' connecting it is seen in the same way, except on loopback. "inf" never asks.',
         ge=1,
     )
 

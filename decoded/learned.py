@@ -16,6 +16,8 @@ from common.request import RequestReport
 
 # How fast averages over requests follow.
 _WEIGHT = 0.1
+# What a peer tells less of its time than this is not believed: so many busy decodeds are at no prefilld.
+LEAST_SHARE = 0.01
 # A model of decode steps, which come by the hundred, is believed from so many on.
 MIN_STEPS = 8
 
@@ -90,3 +92,8 @@ def told_cost(load: Mapping[str, float]) -> PrefillCost | None:
         return PrefillCost(*told) if all(s <= most for s, most in zip(told, MOST_COST, strict=True)) else None
     rate = load.get("prefill_tokens_per_s", 0.0)
     return PrefillCost(0.0, 1.0 / rate) if rate * MOST_COST[1] >= 1 else None
+
+
+def told_share(load: Mapping[str, float]) -> float:
+    """The part of a peer's time that decoded can count on, by the peer's word; all where it says nothing."""
+    return min(1.0, max(LEAST_SHARE, load.get("compute_share", 1.0)))

@@ -60,6 +60,23 @@ class _Stages(Collector):
         yield family
 
 
+class _Shares(Collector):
+    """What of each peer's time is left for this decoded, as long as the peer is usable."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(
+            "prfaas_peer_share_ratio",
+            "Part of a usable peer's time that this decoded can count on, as others use the rest; 1 is all.",
+            labels=["peer"],
+        )
+        for name, share in self._router.shares.items():
+            family.add_metric([name], share)
+        yield family
+
+
 class DecodeMetrics:
     """All of decoded's counters, gauges and histograms on one registry."""
 
@@ -149,6 +166,7 @@ class DecodeMetrics:
         self.threshold_factor.set_function(lambda: router.controller.factor)
         self.max_stretch.set_function(lambda: router.max_stretch)
         self._registry.register(_Stages(router))
+        self._registry.register(_Shares(router))
 
     def note_prediction(self, route: str, predicted_s: float, actual_s: float) -> None:
         """What a request's first decision expected, and what came of it."""

@@ -1,8 +1,9 @@
-"""Looks at paths that nobody has used for a while: what was known of their capacity may have changed.
+"""Looks at paths of which nothing is known yet, and at those that nobody has used for a while.
 
-A router that believes a path to be narrow sends nothing over it, and so would never see it become wide again. Bytes
-that mean nothing are asked of the peer (protocol.md, Measure), as many as the path would carry in PROBE_S; state of
-prompts goes before them. The peer's own estimate follows from that and comes back in its Status. Owned by service.py.
+A router that knows nothing of a path cannot say what it costs, and the first prompt's state finds out by overrunning
+it; one that believes a path to be narrow sends nothing over it, and so would never see it become wide again. Bytes that
+mean nothing are asked of the peer (protocol.md, Measure), as many as the path would carry in PROBE_S; state of prompts
+goes before them. The peer's own estimate follows from that and comes back in its Status. Owned by service.py.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from common.errors import PdError
+from common.hosts import is_loopback
 from common.net.pool import PeerClient
 from decoded.background import Background
 from decoded.metrics import DecodeMetrics
@@ -19,6 +22,8 @@ from decoded.metrics import DecodeMetrics
 log = logging.getLogger(__name__)
 # How long a look takes at the capacity that is believed, its least and most bytes, and what it may take at most.
 PROBE_S, LEAST_BYTES, MOST_BYTES, TIMEOUT_S = 1.0, 64 << 10, 64 << 20, 10.0
+# A path of which nothing is known is first asked for so much.
+FIRST_BYTES = 1 << 20
 # A look that finds the same within this part of it makes the next one wait twice as long, at most so many times.
 SAME, MOST_BACKOFF = 0.25, 6.0
 
@@ -27,6 +32,7 @@ SAME, MOST_BACKOFF = 0.25, 6.0
 class _Look:
     interval_s: float
     before_bps: float = 0.0
+    is_first: bool = True
 
 
 class PathProber(Background):
@@ -44,8 +50,18 @@ class PathProber(Background):
         clients = self._peers()
         self._looks = {c.name: self._looks.get(c.name, _Look(self._interval_s())) for c in clients}
         for client in clients:
-            if self._is_due(client):
+            look = self._looks[client.name]
+            look.is_first |= client.state != "ready"
+            if look.is_first and self._is_unknown(client):
+                look.is_first = False
+                if (found_bps := await self._ask(client, FIRST_BYTES)) is not None:
+                    await self._ask(client, _worth(found_bps))
+            elif self._is_due(client):
                 await self._look(client)
+
+    def _is_unknown(self, client: PeerClient) -> bool:
+        is_idle = client.state == "ready" and not client.num_streams and not is_loopback(client.host)
+        return is_idle and self._interval_s() < inf and not client.load.get("path_capacity_bps")
 
     def _is_due(self, client: PeerClient) -> bool:
         """Whether the path's capacity is known, old, and nobody is just about to see it anyway."""
@@ -62,12 +78,22 @@ class PathProber(Background):
         is_same = abs(before - look.before_bps) <= SAME * look.before_bps
         look.interval_s = 2.0 * look.interval_s if is_same else self._interval_s()
         look.before_bps = before
-        num_bytes = int(min(MOST_BYTES, max(LEAST_BYTES, PROBE_S * before / 8)))
+        await self._ask(client, _worth(before))
+
+    async def _ask(self, client: PeerClient, num_bytes: int) -> float | None:
+        """Bits per second that so many bytes came at; None when they did not."""
+        believed = client.load.get("path_capacity_bps", 0.0)
         try:
             found = await client.measure(num_bytes, TIMEOUT_S)
         except PdError as e:
-            log.info("a path that was idle could not be looked at: %s", e, extra={"peer": client.name})
-            return
+            log.info("an idle path could not be looked at: %s", e, extra={"peer": client.name})
+            return None
         self._metrics.probed_bytes.labels(client.name).inc(num_bytes)
-        facts = {"peer": client.name, "believed_bps": round(before), "goodput_bps": round(found.goodput_bps)}
+        facts = {"peer": client.name, "believed_bps": round(believed), "goodput_bps": round(found.goodput_bps)}
         log.debug("looked at an idle path", extra=facts)
+        return found.goodput_bps
+
+
+def _worth(bps: float) -> int:
+    """Bytes that take PROBE_S."""
+    return int(min(MOST_BYTES, max(LEAST_BYTES, PROBE_S * bps / 8)))

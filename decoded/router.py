@@ -128,6 +128,11 @@ class Router:
         is_far = mode == "remote-only" or (mode == "threshold" and num_uncached > self.threshold_tokens)
         return [way for way in ways if way.is_far == is_far] or [way for way in ways if way.peer is None]
 
+    @property
+    def shares(self) -> dict[str, float]:
+        """The part of each usable peer's time that decoded can count on."""
+        return {p.name: p.share for p in self._peer_views() if p.is_usable}
+
     def control(self, now: float) -> None:
         """All loops as far as they are due; called twice a second and cheap but when a solution is due."""
         backend = self._dispatcher.backend
@@ -167,13 +172,13 @@ class Router:
         )
 
     def _solve(self, lengths: Lengths) -> Solution | None:
-        """Equations (7) and (8) over what is known of both sides; None while that is not enough."""
+        """Equations (7) and (8) over what is known of both sides and left by others; None while that is not enough."""
         peers = [p for p in self._peer_views() if p.is_usable]
         own = [p.cost for p in peers if p.site == "own"]
         plant = self._plant([p for p in peers if p.site == "remote"], [*own, self._local_view().cost])
         if plant is None:
             return None
-        self.allocation = allocate(plant, lengths, len(own), 1)
+        self.allocation = allocate(plant, lengths, sum(p.share for p in peers if p.site == "own"), 1)
         return self.allocation.now
 
     def _plant(self, far: Sequence[PeerView], own: Sequence[PrefillCost | None]) -> Plant | None:
@@ -183,12 +188,12 @@ class Router:
             return None
         rows, layout = max(1, self._dispatcher.admission.limits.max_rows), self._dispatcher.info.layout
         step_s = decode.step_s(rows, rows * self.learned.context_tokens.value)
-        paths = [p.capacity_bps for p in far if p.capacity_bps]
+        paths = [p.lasting_bps for p in far if p.lasting_bps]
         return Plant(
             remote_s=_mean_cost(known[: len(costs)] or known),
             own_s=_mean_cost(known[len(costs) :]),
             state=StateSize(layout.fixed_bytes, layout.token_bytes),
-            num_remote=len(far),
+            num_remote=sum(p.share for p in far),
             num_own=len(own),
             decode_rps=rows / (step_s * output),
             egress_bps=sum(paths) if len(paths) == len(far) and paths else inf,

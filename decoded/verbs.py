@@ -148,6 +148,7 @@ def routing_facts(dispatcher: Dispatcher) -> dict[str, Any]:
     router, found = dispatcher.router, dispatcher.router.allocation
     facts = {"mode": dispatcher.settings.mode, **threshold_facts(dispatcher)}
     facts |= {"arrival_rps": round(router.arrival_rps, 3), "max_stretch": round(router.max_stretch, 3)}
+    facts |= {"peer_shares": {name: round(share, 3) for name, share in router.shares.items()}}
     if found is None:
         return facts
     return facts | {

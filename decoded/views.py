@@ -17,7 +17,7 @@ from common.policy.costs import PrefillCost
 from common.policy.views import LocalView, PeerView, RequestView, Site
 from common.request import Request
 from decoded.active import ActiveRequest
-from decoded.learned import Learned, told_cost
+from decoded.learned import Learned, told_cost, told_share
 
 # What the kernel moves between two processes of one machine is no limit next to a forward pass.
 LOOPBACK_BPS = 8e9
@@ -101,6 +101,8 @@ def peer_view(
         push_bytes=push_bytes,
         # The way out is taken for as wide as the widest way in: what is shared is this site's line.
         push_bps=LOOPBACK_BPS if is_loopback(client.host) else push_bps,
+        share=told_share(load),
+        egress_bps=load.get("egress_bps", 0.0),
     )
 
 

@@ -20,7 +20,7 @@ _DAY_S = 86400.0
 
 def egress_note(limits: EgressLimits, row: Mapping[str, Any]) -> str:
     """Which limits that are set do nothing for the peer of a row of `peers` now, and why; "" when all hold."""
-    if _is_local(row):
+    if is_local(row):
         names = [n for n, is_set in (("max_bps", limits.max_bps < inf), ("share", limits.share < 1)) if is_set]
         verb = "do" if len(names) > 1 else "does"
         return f"{' and '.join(f'egress.{n}' for n in names)} {verb} nothing on loopback" if names else ""
@@ -40,10 +40,11 @@ class EgressWarnings:
     def look(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """At the rows of `peers`, now and then."""
         for row in rows:
-            text = egress_note(self._limits, row) if _is_local(row) else ""
+            text = egress_note(self._limits, row) if is_local(row) else ""
             if text and self._told.admit(str(row["name"])) is not None:
                 log.warning("%s: nothing sent to this peer is held back", text, extra={"peer": row["name"]})
 
 
-def _is_local(row: Mapping[str, Any]) -> bool:
+def is_local(row: Mapping[str, Any]) -> bool:
+    """Whether a row of `peers` is of one on this machine."""
     return is_loopback(str(row.get("address") or "").rpartition(":")[0])

@@ -109,6 +109,12 @@ class PrefillMetrics:
         )
 
     def _make_link_metrics(self, r: CollectorRegistry) -> None:
+        self.busy = Gauge(
+            "prfaas_busy_ratio",
+            "Part of the last minute's time that went to prompts of this peer.",
+            ["peer"],
+            registry=r,
+        )
         self.sessions = Gauge("prfaas_sessions", "decodeds whose control link is open.", registry=r)
         self.links = Gauge("prfaas_links", "Open links of all sessions, control and data.", registry=r)
         self.link_bytes = Counter(
@@ -137,6 +143,12 @@ class PrefillMetrics:
             self.refused.labels(gate)
         for direction in ("in", "out"):
             self.link_bytes.labels(direction)
+
+    def show_busy(self, shares: Mapping[str, float]) -> None:
+        """Set the gauge of what each decoded uses; who has used nothing for long is gone."""
+        self.busy.clear()
+        for peer, share in shares.items():
+            self.busy.labels(peer).set(share)
 
     def show_paths(self, paths: Mapping[str, PathEstimate]) -> None:
         """Set the gauges of the paths to peers; those of others are gone."""

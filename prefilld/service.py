@@ -236,9 +236,14 @@ class PrefillService:
     def _peers(self) -> list[dict[str, Any]]:
         ours = self._backend.info.numerics
         rows = self._server.sessions if self._server is not None else []
-        limits = self._egress.limits
+        limits, busy = self._egress.limits, self._handler.sharing.busy_shares(time.monotonic())
         return [
-            {**row, "numerics_differ": numerics_differ(ours, row["numerics"]), "egress_note": egress_note(limits, row)}
+            {
+                **row,
+                "busy_share": round(busy.get(str(row["name"]), 0.0), 3),
+                "numerics_differ": numerics_differ(ours, row["numerics"]),
+                "egress_note": egress_note(limits, row),
+            }
             for row in rows
         ]
 
@@ -246,6 +251,7 @@ class PrefillService:
         """Warnings about each session, which begins without asking anybody here."""
         rows = self._peers()
         self._egress_warnings.look(rows)
+        self._handler.sharing.look(rows, time.monotonic())
         here = {(row["name"], row["instance_id"], row["address"]): row["numerics_differ"] for row in rows}
         for who in here.keys() - self._known_peers:
             if here[who]:
@@ -278,8 +284,8 @@ class PrefillService:
             "state_bytes": dict(stats.state_bytes),
         }
 
-    def _load(self) -> dict[str, float]:
-        """Facts for Status messages to the peers."""
+    def _load(self, peer: str) -> dict[str, float]:
+        """Facts for Status messages to a peer."""
         tokens = sum(r.num_tokens - r.num_computed_tokens for r in self._handler.active.values())
         return {
             "num_running": len(self._admission.running),
@@ -288,6 +294,7 @@ class PrefillService:
             "prefill_tokens_per_s": self._backend.stats().alone_tokens_per_s,
             "chunk_tokens": int(self._backend.info.numerics["chunk_tokens"]),
             **self._handler.learned.load(),
+            **self._handler.sharing.load(peer, self._egress.limits.max_bps, time.monotonic()),
         }
 
     def _on_refused(self, closed: Closed, address: str) -> None:
@@ -332,6 +339,7 @@ class PrefillService:
         m.running.set(len(self._admission.running))
         m.queued.set(len(self._admission.queue))
         m.queued_tokens.set(self._admission.num_queued_tokens)
+        m.show_busy(self._handler.sharing.busy_shares(time.monotonic()))
         if self._server is not None:
             m.sessions.set(self._server.num_sessions)
             m.links.set(self._server.num_links)

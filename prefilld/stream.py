@@ -32,6 +32,7 @@ from common.policy.views import Demand
 from common.trace import TraceWriter
 from prefilld.learned import LearnedCost
 from prefilld.metrics import PrefillMetrics
+from prefilld.sharing import Sharing
 
 log = logging.getLogger(__name__)
 _WATCH_S = 0.5
@@ -96,7 +97,7 @@ class StreamHandler:
         self.max_staged_bytes, self.max_prompt_tokens = max_staged_bytes, max_prompt_tokens
         self.progress_timeout_s = progress_timeout_s
         self._trace = trace
-        self.learned = LearnedCost()
+        self.learned, self.sharing = LearnedCost(), Sharing()
         self.is_draining = False
         self.active: dict[str, StreamRecord] = {}
         self._admitted: dict[str, asyncio.Event] = {}
@@ -266,7 +267,9 @@ class StreamHandler:
             span = {"start": chunk.start, "stop": chunk.stop, "started_at": chunk.started_at}
             self._trace("chunk_done", now=chunk.ended_at, request_id=stream.request.request_id, **span)
         record.ended_at = chunk.ended_at
-        record.computing_s += chunk.ended_at - chunk.started_at
+        seconds = chunk.ended_at - chunk.started_at
+        record.computing_s += seconds
+        self.sharing.computed(record.peer, seconds, _now())
         record.num_computed_tokens = chunk.stop
         if not chunk.is_cached:
             self.metrics.chunks.inc()

@@ -183,6 +183,8 @@ class Link(asyncio.BufferedProtocol):
             tuning.set_pacing(sock, plan.pacing_bps)
         if plan.send_buffer_bytes and plan.send_buffer_bytes != (before.send_buffer_bytes if before else None):
             tuning.set_send_buffer(sock, plan.send_buffer_bytes)
+        if plan.renewals > (before.renewals if before else 0) and self.congestion_control.startswith("bbr"):
+            self.congestion_control = tuning.renew_congestion_control(sock, self.congestion_control)
 
     # ---- asyncio's side
 

@@ -38,8 +38,8 @@ class PrefillServer:
     """Listens for decodeds.
 
     `handler(stream)` runs as one task per requested stream; it is cancelled when the client cancels, leaves, or its
-    lease ends. `load()` gives the facts of Status messages, every heartbeat. `egress` decides how fast links send
-    (none: as fast as the kernel does). `trace` is described in options.py.
+    lease ends. `load(name)` gives the facts of Status messages to that client, every heartbeat. `egress`
+    decides how fast links send (none: as fast as the kernel does). `trace` is described in options.py.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class PrefillServer:
         options: LinkOptions,
         handler: Handler,
         *,
-        load: Callable[[], Mapping[str, float]] | None = None,
+        load: Callable[[str], Mapping[str, float]] | None = None,
         egress: EgressControl | None = None,
         trace: Trace | None = None,
     ) -> None:
@@ -279,7 +279,8 @@ class PrefillServer:
             is_sealed=self.local.security.mode == "tls",
         )
         peer.governor, peer.choosers = self._governor, self.choosers
-        peer.load, peer.on_idle, peer.on_refused = self.load, self._sweep, self._stream_refused
+        peer.on_idle, peer.on_refused = self._sweep, self._stream_refused
+        peer.load = lambda: self.load(peer.name) if self.load is not None else {}
         peer.cache = lambda: self.cache() if self.cache is not None else None
         return peer
 

@@ -41,6 +41,15 @@ def set_congestion_control(sock: socket.socket, wanted: str) -> str:
     return congestion_control(sock)
 
 
+def renew_congestion_control(sock: socket.socket, name: str) -> str:
+    """Have it begin anew, with what the kernel knows of the round trip; answers what the socket has now.
+
+    Setting the one that a socket has does nothing, so another, which every kernel has and allows, is set in between.
+    """
+    _try(sock, socket.IPPROTO_TCP, _CONGESTION, b"reno")
+    return set_congestion_control(sock, name)
+
+
 @cache
 def _log_refusal(name: str, why: str) -> None:
     log.warning("the kernel refuses congestion control %s: %s; links keep its default", name, why)

@@ -106,12 +106,12 @@ def exchange_seconds(peers: Sequence[PeerView], local: LocalView, num_tokens: fl
 
 def _rates(request: RequestView, peer: PeerView, peers: Sequence[PeerView], num_tokens: float) -> tuple[float, float]:
     """(per second of node, per second of path) in units of what a prompt of `num_tokens` takes of the one that runs out
-    first: the nodes behind a path together, or the path. The other is not scarce, and so is free.
+    first: what others leave of the nodes behind a path together, or the path. The other is not scarce, and so is free.
     """
     node_s = peer.cost.seconds(0, num_tokens) if peer.cost is not None else 0.0
     raw = request.fixed_bytes + request.token_bytes * num_tokens
-    link_s = 8.0 * peer.codec_ratio * raw / peer.capacity_bps if peer.capacity_bps else 0.0
-    num_nodes = sum(p.path == peer.path for p in peers) if peer.path else 1
+    link_s = 8.0 * peer.codec_ratio * raw / peer.lasting_bps if peer.lasting_bps else 0.0
+    num_nodes = sum(p.share for p in peers if p.path == peer.path) if peer.path else peer.share
     if link_s * num_nodes > node_s:
         return 0.0, 1.0 / link_s
     return (1.0 / node_s if node_s else 0.0), 0.0

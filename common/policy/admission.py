@@ -13,7 +13,9 @@ from typing import Literal
 
 from common.errors import InvalidRequest, Overloaded
 from common.policy.fair import Charge, ClassQueue, FairQueue
-from common.policy.pace import DrainPace, Errors, Misses
+from common.policy.pace import MIN_STARTS, DrainPace
+from common.policy.promises import Promises
+from common.policy.run_pace import RunPace
 from common.policy.views import Demand, ServiceClass
 from common.units import exact_size, format_size
 
@@ -25,8 +27,6 @@ Forecast = Callable[[Demand, int], float | None]
 TENANT_SHARE = 8
 # Weight of the latest request in the mean of what requests put out.
 OUTPUT_WEIGHT = 1 / 32
-# Errors of predictions are kept for so many classes and tenants, the earliest known go first.
-MAX_ERRORS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,11 @@ class AdmissionController:
     state_bytes: int = 0
     queue: FairQueue = field(init=False)
     pace: DrainPace = field(default_factory=DrainPace)
+    run_pace: RunPace = field(default_factory=RunPace)
+    promises: Promises = field(default_factory=Promises)
     _charges: dict[str, Charge] = field(default_factory=dict)
     _by_class: dict[str, _Running] = field(default_factory=dict)
     _mean_output: float | None = None
-    _predictions: dict[str, tuple[Demand, float, Errors]] = field(default_factory=dict)
-    _misses: dict[str, Misses] = field(default_factory=dict)
-    _errors: dict[tuple[str, str, bool], Errors] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.queue = FairQueue(self.limits.classes)
@@ -94,8 +93,10 @@ class AdmissionController:
             Overloaded: a cap is reached, or its deadline cannot be kept; names gate, value, limit and setting.
         """
         self._check_memory(demand)
-        before, refusal = self.queue.cost_before(demand), self._full(demand)
-        self.queue.push(demand, self._cost(demand))
+        cost = self._cost(demand)
+        self.queue.ask(demand, cost, now)
+        before, refusal = self._cost_before(demand, now), self._full(demand)
+        self.queue.push(demand, cost)
         try:
             head, passed = self._startable()
             if head is demand:
@@ -108,7 +109,7 @@ class AdmissionController:
             self.queue.remove(demand.request_id)
             raise
         if head is demand:
-            self._start(passed)
+            self._start(passed, now)
             return "running"
         self.pace.begin(now)
         return "queued"
@@ -120,12 +121,13 @@ class AdmissionController:
             num_output_tokens: what it put out, where that counts as service.
         """
         demand = self.running.pop(request_id, None)
-        self._predictions.pop(request_id, None)
+        self.promises.drop(request_id)
         if demand is None:
             self.queue.remove(request_id)
         else:
             self._count(demand, -1)
             charge = self._charges.pop(request_id)
+            self.run_pace.end(request_id, demand.num_prompt_tokens + (num_output_tokens or 0), now)
             if num_output_tokens is not None:
                 self.queue.settle(charge, demand.num_prompt_tokens + num_output_tokens)
                 mean = self._mean_output if self._mean_output is not None else float(num_output_tokens)
@@ -134,11 +136,7 @@ class AdmissionController:
 
     def note_ttft(self, request_id: str, ttft_s: float) -> None:
         """Its first token came after so long, or has not come in that time: predictions learn from it."""
-        if (found := self._predictions.pop(request_id, None)) is not None:
-            demand, predicted_s, errors = found
-            errors.note(ttft_s - predicted_s)
-            if demand.deadline_s is not None:
-                self._misses_of(demand).note(is_missed=ttft_s >= demand.deadline_s)
+        self.promises.note(request_id, ttft_s)
 
     def pump(self, now: float = 0.0) -> list[str]:
         """Start whoever fits, in fair order; also after limits were raised."""
@@ -147,7 +145,7 @@ class AdmissionController:
             head, passed = self._startable()
             if head is None:
                 break
-            self.pace.note(self._start(passed).cost, now)
+            self.pace.note(self._start(passed, now).cost, now)
             started.append(head.request_id)
         if not self.queue:
             self.pace.end()
@@ -199,11 +197,12 @@ class AdmissionController:
         has_rows = not lower_rows or own.num_rows + demand.num_rows + lower_rows <= limits.max_rows
         return has_rows and num + lower_slots < limits.max_running_requests
 
-    def _start(self, passed: set[str]) -> Charge:
+    def _start(self, passed: set[str], now: float) -> Charge:
         charge = self.queue.pop(passed)
         demand = charge.demand
         self.running[demand.request_id], self._charges[demand.request_id] = demand, charge
         self._count(demand, 1)
+        self.run_pace.begin(demand.request_id, charge.cost, now)
         return charge
 
     def _count(self, demand: Demand, num: int) -> None:
@@ -253,30 +252,39 @@ class AdmissionController:
             return self._shed("large_prompt", size, most_tokens, "large_prompt_tokens", queue)
         return None
 
+    def _cost_before(self, demand: Demand, now: float) -> float:
+        """Service before a new request, of those that wait and of those that will come and overtake it."""
+        pace, is_seen = self.pace, self.pace.num_starts >= MIN_STARTS and self.pace.seconds > 0.0
+        cost_per_s = pace.cost / pace.seconds if is_seen else self.run_pace.per_s(now)
+        num_running = self._running(self.queue.class_of(demand.service_class)).num_requests
+        return self.queue.cost_before(demand, now, cost_per_s, num_running, self.limits.max_running_requests)
+
     def _wait_s(self, demand: Demand, before: float, now: float) -> float:
         """Seconds in the queue behind so much service."""
         wait_s = self.pace.wait_s(before, now)
-        if wait_s is not None or self.forecast is None:
-            return wait_s or 0.0
-        # Nothing has left the queue yet: the prompts before it must be computed at least.
+        if wait_s is not None:
+            return wait_s
+        # Nothing has left the queue yet: what runs tells the pace, and the prompts before it must be computed at least.
+        cost_per_s = self.run_pace.per_s(now)
+        wait_s = before / cost_per_s if cost_per_s else 0.0
+        if self.forecast is None:
+            return wait_s
         num_before = int(min(self.queue.num_tokens - demand.num_prompt_tokens, before))
-        return (self.forecast(demand, num_before) or 0.0) - (self.forecast(demand, 0) or 0.0)
+        return max(wait_s, (self.forecast(demand, num_before) or 0.0) - (self.forecast(demand, 0) or 0.0))
 
     def _late(self, demand: Demand, wait_s: float | None) -> Overloaded | None:
         """Why its deadline cannot be kept, as far as one can know; `wait_s` in the queue, None: it need not wait."""
         own_s = (self.forecast(demand, 0) if self.forecast is not None else None) or 0.0
-        predicted_s = demand.waited_s + (wait_s or 0.0) + own_s
+        predicted_s, has_waited = demand.waited_s + (wait_s or 0.0) + own_s, wait_s is not None
         name = self.queue.class_of(demand.service_class).facts.name
-        errors, misses = self._errors_of((name, demand.tenant, wait_s is not None)), self._misses_of(demand)
-        margin_s = errors.margin_s + misses.reserve * (demand.deadline_s or 0.0)
+        margin_s = self.promises.margin_s(demand, name, wait_s)
         ttft_s, wait_s = predicted_s + margin_s, wait_s or 0.0
         if demand.deadline_s is None or ttft_s <= demand.deadline_s:
-            self._predictions[demand.request_id] = demand, predicted_s, errors
+            self.promises.make(demand, name, predicted_s, has_waited=has_waited)
             return None
         if predicted_s <= demand.deadline_s and self.queue.class_of(name).tenants.num_requests == 1:
-            errors.fade()  # nobody else waits from whom to learn that it is too much
-            if not self.running:
-                misses.fade()
+            is_alone = len(self.queue) == 1
+            self.promises.fade(demand, name, has_waited=has_waited, is_alone=is_alone, is_idle=not self.running)
         return Overloaded(
             f"refused by gate deadline: the first token is expected within {ttft_s:.3g} s ({wait_s:.3g} s in the queue,"
             f" {own_s:.3g} s for the prompt, {margin_s:.3g} s since such predictions are off), the deadline is"
@@ -287,15 +295,6 @@ class AdmissionController:
             setting=demand.deadline_setting,
             retry_after_s=max(self.limits.retry_after_s, min(wait_s, ttft_s - demand.deadline_s)),
         )
-
-    def _errors_of(self, kind: tuple[str, str, bool]) -> Errors:
-        """How far predictions were off for a class and tenant, and for requests that wait or do not."""
-        if kind not in self._errors and len(self._errors) >= MAX_ERRORS:
-            del self._errors[next(iter(self._errors))]
-        return self._errors.setdefault(kind, Errors())
-
-    def _misses_of(self, demand: Demand) -> Misses:
-        return self._misses.setdefault(self.queue.class_of(demand.service_class).facts.name, Misses())
 
     def _shed(self, gate: str, value: int, limit: float, key: str, queue: ClassQueue, why: str = "") -> Overloaded:
         setting = f"{self.limits.section}.{key}"

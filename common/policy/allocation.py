@@ -34,8 +34,9 @@ class Allocation:
     advice: str
 
 
-def allocate(plant: Plant, lengths: Lengths, num_prefill: int, num_decode: int) -> Allocation:
-    """`num_prefill` own nodes only prefill and `num_decode` are decodeds, which do both.
+def allocate(plant: Plant, lengths: Lengths, num_prefill: float, num_decode: int) -> Allocation:
+    """`num_prefill` own nodes only prefill and `num_decode` are decodeds, which do both. Of nodes that others use too
+    what these leave counts; such nodes' roles are not decoded's to change, so there is no advice then.
 
     Raises:
         ValueError: no decoded.
@@ -47,17 +48,18 @@ def allocate(plant: Plant, lengths: Lengths, num_prefill: int, num_decode: int) 
     found = [(SHARE_STEP * n, _at(model, num_prefill, num_decode, SHARE_STEP * n)) for n in steps]
     # The least share of those that serve the most: what decode keeps shortens the time between tokens.
     share, now = max(found, key=lambda pair: (round(pair[1].throughput_rps, 6), -pair[0]))
-    whole = replace(plant, num_own=num_prefill + num_decode)
-    best = Model(whole, lengths, is_exact=True).solve() if whole.num_own > 1 else now
+    whole = replace(plant, num_own=int(num_prefill) + num_decode)
+    is_alone = num_prefill == int(num_prefill)
+    best = Model(whole, lengths, is_exact=True).solve() if is_alone and whole.num_own > 1 else now
     gain = best.throughput_rps / now.throughput_rps - 1 if now.throughput_rps else 0.0
     advice = ""
     if gain >= MIN_GAIN:
         advice = (
             f"{best.num_prefill:g} prefill and {best.num_decode:g} decode nodes would serve {gain:.0%} more than"
-            f" {num_prefill} and {num_decode}; {now.bottleneck} is the bottleneck"
+            f" {num_prefill:g} and {num_decode}; {now.bottleneck} is the bottleneck"
         )
     return Allocation(share, now, best, advice)
 
 
-def _at(model: Model, num_prefill: int, num_decode: int, share: float) -> Solution:
+def _at(model: Model, num_prefill: float, num_decode: int, share: float) -> Solution:
     return model.best_threshold(num_prefill + share * num_decode, (1 - share) * num_decode)

@@ -28,6 +28,10 @@ NUM_BDP, AUTOMATIC_BYTES, MAX_BUFFER_BYTES = 2.0, 3 << 20, 64 << 20
 LONG_BYTES, LOSSY = 1 << 20, 2e-4
 # A send buffer that was the limit for this part of the time is doubled.
 BUFFER_LIMITED = 0.2
+# A link on a held path begins its congestion control anew so often. BBR stops sending for 200 ms whenever ten seconds
+# have shown it no shorter round trip (PROBE_RTT), which is 2 % of the rate; on a path whose queue is kept empty it has
+# nothing to find out by that, and counts from its beginning. What it may send until it knows the path is the pacing.
+RENEW_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class _Link:
     usual_bps: float = 0.0  # while there is more to send
     cap_bps: float = inf
     buffer_bytes: int = 0
+    renewals: int = 0
+    renewed_at: float = 0.0
 
     def note(self, sample: LinkSample, seconds: float) -> None:
         """How the link is now, so many seconds after it was seen before."""
@@ -110,6 +116,8 @@ class Egress:
         plans = {}
         for peer, own in by_peer.items():
             links = [self._links[s.key] for s in own]
+            if self._paths[peer].is_short:
+                _renew(links, now)
             for link, cap in zip(links, split(caps[peer], links), strict=True):
                 link.cap_bps = cap
                 plans[link.sample.key] = self._plan(link, buffers[link.sample.key])
@@ -121,7 +129,7 @@ class Egress:
         for sample in samples:
             known = self._links.get(sample.key)
             if known is None or sample.bytes_acked < known.sample.bytes_acked or seconds <= 0:
-                known = self._links[sample.key] = _Link(sample)
+                known = self._links[sample.key] = _Link(sample, renewed_at=self._at)
             else:
                 self.resent_bytes += sample.bytes_retrans - known.sample.bytes_retrans
                 known.note(sample, seconds)
@@ -157,7 +165,15 @@ class Egress:
             pacing_bps=link.cap_bps if link.cap_bps < inf else None,
             send_buffer_bytes=link.buffer_bytes or None,
             queue_bytes=int(min(max(QUEUE_S * rate, MIN_QUEUE_BYTES), MAX_QUEUE_BYTES)),
+            renewals=link.renewals,
         )
+
+
+def _renew(links: Sequence[_Link], now: float) -> None:
+    """Of a held path without a queue."""
+    for link in links:
+        if now - link.renewed_at >= RENEW_S:
+            link.renewals, link.renewed_at = link.renewals + 1, now
 
 
 def waterfill(total: float, wanted: Mapping[str, float]) -> dict[str, float]:

@@ -10,9 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
+from common.policy.asked import Asked
 from common.policy.tenants import TenantQueue, Waiting
 from common.policy.views import Demand, ServiceClass
+
+# Weight of the latest request in the mean of what they cost.
+COST_WEIGHT = 1 / 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,7 @@ class ClassQueue:
     num_tokens: int = 0
     due_at: float = 0.0
     spare_tag: float = 0.0
+    asked: Asked = field(default_factory=Asked)
 
 
 class FairQueue:
@@ -45,6 +51,8 @@ class FairQueue:
     num_tokens: int
     """Prompt tokens that wait."""
     classes: dict[str, ClassQueue]
+    mean_cost: float
+    """Of what is asked for, in tokens."""
 
     def __init__(self, classes: Sequence[ServiceClass] = ()) -> None:
         self._start(classes)
@@ -58,6 +66,11 @@ class FairQueue:
     def class_of(self, name: str) -> ClassQueue:
         """The class of that name, or the first one."""
         return self.classes.get(name) or next(iter(self.classes.values()))
+
+    def ask(self, demand: Demand, cost: float, now: float) -> None:
+        """Somebody asks for so much, and is let in or not."""
+        self.class_of(demand.service_class).asked.note(demand.tenant, cost, now)
+        self.mean_cost = self.mean_cost + COST_WEIGHT * (cost - self.mean_cost) if self.mean_cost else cost
 
     def push(self, demand: Demand, cost: float) -> None:
         """Queue a request that is expected to cost so many tokens of service."""
@@ -107,19 +120,46 @@ class FairQueue:
         self._charge(queue, difference, is_due=charge.is_due)
         queue.tenants.settle(charge.demand.tenant, difference)
 
-    def cost_before(self, demand: Demand) -> float:
-        """About what is served before this request, if it came now: in tokens, its own not counted.
+    def cost_before(
+        self, demand: Demand, now: float = 0.0, pace: float = 0.0, num_running: int = 0, max_running: int = 0
+    ) -> float:
+        """About what is served before this request, if it came now and others go on asking as they do: in tokens, its
+        own not counted.
 
-        By priority it waits for its class and those above, while those below get their share; by guarantee only for
-        its class, at the pace of its share. Whatever is less.
+        Of its class, that is all that waits and what its other tenants ask for meanwhile; or as much of each of those
+        as its own tenant has waiting. Before it are higher classes' requests too, and its class has only a part of all
+        service; or none of theirs, and its class has its share. Whatever is less. One more request may be ahead where
+        a class has only a part, and those of the class that run in excess of that part must end first.
+
+        Args:
+            pace: tokens of service per second; 0: not known, as if nobody asked for more.
+            num_running: of its class, of `max_running` in all.
         """
         queue = self.class_of(demand.service_class)
-        own, facts = queue.tenants.cost_before(demand.tenant), queue.facts
-        others = [q for q in self._waiting(()) if q is not queue]
-        above = sum(q.tenants.cost for q in others if q.facts.priority >= facts.priority)
-        below = sum(q.facts.share for q in others if q.facts.priority < facts.priority)
-        by_priority = (own + above) / max(1.0 - below, facts.share)
-        return min(by_priority, own / facts.share + max(0.0, queue.due_at - self.served))
+        tenants, facts = queue.tenants, queue.facts
+        turns = tenants.cost_of(demand.tenant) * max(1, tenants.num_tenants, queue.asked.num_tenants(now))
+        others = queue.asked.others_per_s(demand.tenant, now) / pace if pace else 0.0
+        is_above = (q for q in self._waiting((facts.name,)) if q.facts.priority >= facts.priority)
+        above, costs = sum(q.tenants.cost for q in is_above), [inf]
+        for part, before in ((self._part_of(queue, now, pace), above), (facts.share, 0.0)):
+            before += self.mean_cost * (1.0 - part + max(0.0, num_running - part * max_running))
+            costs.append((turns + before) / part)
+            if part > others:
+                costs.append((tenants.cost + before) / (part - others))
+        return min(costs)
+
+    def _part_of(self, queue: ClassQueue, now: float, pace: float) -> float:
+        """Of all service, what a class has: its share at least, and what higher ones do not ask for, nor lower ones
+        that are sure of it.
+        """
+        part = 1.0
+        for other in self.classes.values():
+            if other is queue or not pace:
+                continue
+            asked = other.asked.total.per_s(now) / pace
+            is_above = other.facts.priority >= queue.facts.priority
+            part -= asked if is_above else min(asked, other.facts.share)
+        return max(part, queue.facts.share)
 
     def reclassify(self, classes: Sequence[ServiceClass]) -> None:
         """Take over other classes (reload); what waits stays, in the first class where its own is gone."""
@@ -131,7 +171,7 @@ class FairQueue:
             self.push(each.demand, each.cost)
 
     def _start(self, classes: Sequence[ServiceClass]) -> None:
-        self.served, self.num_tokens = 0.0, 0
+        self.served, self.num_tokens, self.mean_cost = 0.0, 0, 0.0
         self.classes = {facts.name: ClassQueue(facts) for facts in classes or (ServiceClass(),)}
         self._spare_now: dict[int, float] = {}  # by priority
         self._where: dict[str, Demand] = {}

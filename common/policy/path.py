@@ -95,6 +95,11 @@ class Path:
             return None
         return (DRAIN if self.mode is Mode.DRAIN else CRUISE) * self.share * self.capacity_bps
 
+    @property
+    def is_short(self) -> bool:
+        """Whether the links are held and the latest round trips met no queue."""
+        return self.cap_bps is not None and bool(self._ticks) and not self._is_queued(self._ticks[-1])
+
     def estimate(self, now: float) -> PathEstimate:
         """What is known at `now`."""
         shown = [t for t in self._ticks if t.at > now - SHOWN_S - t.seconds]
@@ -129,7 +134,7 @@ class Path:
         if is_stale and self.mode in (Mode.CRUISE, Mode.DRAIN):
             self._recent.clear()
             self._enter(Mode.PROBE, now, STALE_PROBE)
-        is_queued = tick.queueing_s > max(QUEUE_S, QUEUE_SHARE * self._min_rtt_s)
+        is_queued = self._is_queued(tick)
         self._num_queued = self._num_queued + 1 if is_queued else 0
         cap = self.cap_bps
         if is_queued or allowed_bps is None or (cap is not None and allowed_bps >= cap):
@@ -152,6 +157,9 @@ class Path:
             queueing_s=max(0.0, self._rtt_s - self._min_rtt_s),
             is_saturated=any(_is_full(s, before, seconds) for s, before in pairs),
         )
+
+    def _is_queued(self, tick: Tick) -> bool:
+        return tick.queueing_s > max(QUEUE_S, QUEUE_SHARE * self._min_rtt_s)
 
     def _goodput(self, now: float) -> float | None:
         """Bits per second over the latest saturated ticks; None when there are too few of them."""

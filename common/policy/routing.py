@@ -115,7 +115,8 @@ def _state(peer: PeerView) -> str:
         return peer.why_not
     if peer.cost is None:
         return "usable, its speed is not known yet"
-    return "usable, taken to be as fast as the others" if peer.is_assumed else "usable"
+    used = f", others leave {peer.share:.0%} of its time" if peer.share < 1 else ""
+    return "usable" + (", taken to be as fast as the others" if peer.is_assumed else "") + used
 
 
 def _inequality(uncached: int, threshold: float) -> str:

@@ -36,16 +36,16 @@ class _Tenant:
 
 @dataclass(slots=True)
 class TenantQueue:
-    """Requests of several tenants. Costs and tags are in tokens."""
+    """Requests of several tenants. Costs and tags are in tokens. `num_tenants` have requests that wait."""
 
     now: float = 0.0
     num_requests: int = 0
+    num_tenants: int = 0
     cost: float = 0.0
     _tenants: dict[str, _Tenant] = field(default_factory=dict)
     _ready: list[tuple[float, int, _Tenant]] = field(default_factory=list)
     _idle: list[tuple[float, int, _Tenant]] = field(default_factory=list)
     _num_entries: int = 0
-    _num_waiting_tenants: int = 0
 
     def push(self, waiting: Waiting) -> None:
         """Queue a request behind the others of its tenant."""
@@ -57,7 +57,7 @@ class TenantQueue:
         tenant.requests[waiting.demand.request_id] = waiting
         self._count(tenant, waiting.cost, 1)
         if was_idle:
-            self._num_waiting_tenants += 1
+            self.num_tenants += 1
             tenant.tag = max(tenant.tag, self.now)
             self._enter(tenant)
 
@@ -104,11 +104,10 @@ class TenantQueue:
         tenant = self._tenants.get(name)
         return len(tenant.requests) if tenant is not None else 0
 
-    def cost_before(self, name: str) -> float:
-        """About what is served before a new request of this tenant: its own requests, and as much of every other's."""
+    def cost_of(self, name: str) -> float:
+        """Of the requests of a tenant that wait."""
         tenant = self._tenants.get(name)
-        own = tenant.cost if tenant is not None else 0.0
-        return min(self.cost, own * max(1, self._num_waiting_tenants))
+        return tenant.cost if tenant is not None else 0.0
 
     def waiting(self) -> list[Waiting]:
         """Everything that waits, tenant by tenant."""
@@ -118,7 +117,7 @@ class TenantQueue:
         tenant.requests.pop(waiting.demand.request_id)
         self._count(tenant, -waiting.cost, -1)
         if not tenant.requests:
-            self._num_waiting_tenants -= 1
+            self.num_tenants -= 1
             self._enter(tenant)
 
     def _count(self, tenant: _Tenant, cost: float, num: int) -> None:

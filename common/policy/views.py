@@ -37,6 +37,8 @@ class PeerView:
         codec_ratio, codec_s_per_byte: encoded by raw bytes; seconds per raw byte that are not hidden behind compute.
         push_bytes: raw bytes that would let the peer continue where decoded can; 0: cannot be sent, or of no use.
         push_bps: bits per second of the way there; 0: as wide as the way here.
+        share, egress_bps: what of the peer's time, and bits per second of its budget for all it sends (0: none), others
+            leave for decoded over minutes; what they have queued at the moment is in the queue.
     """
 
     name: str
@@ -62,6 +64,15 @@ class PeerView:
     codec_s_per_byte: float = 0.0
     push_bytes: int = 0
     push_bps: float = 0.0
+    share: float = 1.0
+    egress_bps: float = 0.0
+
+    @property
+    def lasting_bps(self) -> float:
+        """What the way here carries over minutes: path and budget, as far as they are known; 0 when neither is."""
+        if self.capacity_bps and self.egress_bps:
+            return min(self.capacity_bps, self.egress_bps)
+        return self.capacity_bps or self.egress_bps
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,24 @@ class Peer(SimpleNamespace):
 
     def __init__(self, capacity_bps: float, age_s: float = 60.0, **changes) -> None:
         load = {"path_capacity_bps": capacity_bps, "path_age_s": age_s}
-        facts = {"name": "p", "state": "ready", "num_streams": 0, "load": load, "asked": [], "real_bps": capacity_bps}
+        facts = {
+            "name": "p",
+            "host": "192.0.2.1",
+            "state": "ready",
+            "num_streams": 0,
+            "load": load,
+            "asked": [],
+            "real_bps": capacity_bps,
+        }
+        facts["tells"] = True
         super().__init__(**(facts | changes))
 
     async def measure(self, num_bytes, timeout_s):
         self.asked.append(num_bytes)
         if self.real_bps is None:
             raise LinkLost("gone")
-        self.load["path_capacity_bps"] = self.real_bps
+        if self.tells:
+            self.load["path_capacity_bps"] = self.real_bps
         return SimpleNamespace(goodput_bps=self.real_bps)
 
 
@@ -54,12 +64,30 @@ async def test_an_idle_path_is_asked_for_a_second_of_what_it_carried(monkeypatch
 
 @pytest.mark.parametrize(
     "peer",
-    [Peer(0.0), Peer(8e6, num_streams=1), Peer(8e6, state="down")],
-    ids=["nothing is known", "it is in use", "it is down"],
+    [Peer(0.0, host="127.0.0.1"), Peer(0.0, num_streams=1), Peer(8e6, num_streams=1), Peer(8e6, state="down")],
+    ids=["it is no path", "the first prompt comes now", "it is in use", "it is down"],
 )
 async def test_other_paths_are_left_alone(monkeypatch, peer):
     await turns(monkeypatch, peer, 3)
     assert peer.asked == []
+
+
+async def test_a_path_of_which_nothing_is_known_is_looked_at_once_for_each_connection(monkeypatch):
+    peer = Peer(0.0, real_bps=80e6, tells=False)
+    assert await turns(monkeypatch, peer, 3) == (1 << 20) + 10_000_000
+    assert peer.asked == [1 << 20, 10_000_000], "a second's worth of what the first look found"
+    never = Peer(0.0, real_bps=80e6)
+    await turns(monkeypatch, never, 3, interval_s=float("inf"))
+    assert never.asked == []
+
+
+async def test_a_path_is_unknown_again_after_a_connection_was_lost(monkeypatch):
+    peer = Peer(0.0, real_bps=80e6, tells=False)
+    monkeypatch.setattr(PathProber, "turn_s", 0.0)
+    prober = PathProber(lambda: [peer], DecodeMetrics(CollectorRegistry()), lambda: 10.0)
+    for peer.state in ("ready", "ready", "down", "ready"):
+        await prober.turn()
+    assert peer.asked == 2 * [1 << 20, 10_000_000]
 
 
 async def test_what_was_seen_a_moment_ago_is_not_asked_for(monkeypatch):

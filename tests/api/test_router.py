@@ -13,7 +13,7 @@ from common.policy.costs import DecodeCost, PrefillCost
 from common.policy.profile import NodeProfile, Polynomial
 from common.policy.views import Demand
 from common.request import Request, RequestReport, SamplingParams
-from decoded.learned import Learned, told_cost
+from decoded.learned import LEAST_SHARE, Learned, told_cost, told_share
 from decoded.router import INITIAL_THRESHOLD, Router
 from decoded.settings import DispatchSettings
 from tests.net.rig import model_info
@@ -147,6 +147,51 @@ def test_a_path_that_becomes_narrow_moves_the_threshold_up():
     assert thresholds[1] > 1.5 * thresholds[0]
 
 
+def solved(*peers: SimpleNamespace, **settings) -> Site:
+    """A site that has seen enough."""
+    site = Site(*peers, **settings)
+    for n in range(150):
+        site.ask(100 + 40 * n)
+    site.learn()
+    site.router.control(1.0)
+    return site
+
+
+def test_what_others_use_of_peers_moves_the_threshold_up_and_what_can_be_served_down():
+    alone = solved(peer("far"), peer("far2"))
+    shared = solved(peer("far", compute_share=0.5), peer("far2", compute_share=0.5))
+    assert shared.router.shares == {"far": 0.5, "far2": 0.5}
+    assert shared.router.threshold_tokens > 1.1 * alone.router.threshold_tokens
+    assert shared.router.allocation.now.throughput_rps < alone.router.allocation.now.throughput_rps
+    one = solved(peer("far"))
+    assert shared.router.threshold_tokens == one.router.threshold_tokens, "two halves are one"
+    told = shared.ask(5000).terms
+    assert told["peers"]["far"] == "usable, others leave 50% of its time"
+    # What others have queued is in the queue that it tells.
+    assert told["alternatives"]["far"]["ttft_s"] == alone.ask(5000).terms["alternatives"]["far"]["ttft_s"]
+
+
+def test_a_budget_of_a_peer_counts_as_its_path_does():
+    narrow, budget = solved(peer("far", path_capacity_bps=2e6)), solved(peer("far", egress_bps=2e6))
+    assert budget.router.threshold_tokens == narrow.router.threshold_tokens
+    unseen = solved(peer("far", egress_bps=2e6, path_capacity_bps=0.0))
+    assert unseen.router.threshold_tokens == narrow.router.threshold_tokens
+
+
+def test_own_nodes_that_others_use_too_do_less_of_what_stays():
+    alone = solved(peer("beside"), peer("far"), own_peers=frozenset({"beside"}))
+    shared = solved(peer("beside", compute_share=0.5), peer("far"), own_peers=frozenset({"beside"}))
+    assert shared.router.threshold_tokens < alone.router.threshold_tokens
+
+
+def test_a_share_that_cannot_be_is_bounded():
+    for told, share in ((7.0, 1.0), (1e15, 1.0), (0.0, LEAST_SHARE), (5e-324, LEAST_SHARE), (0.4, 0.4)):
+        assert told_share(sane({"compute_share": told})) == share
+    for lie in (-1.0, 1e300):
+        assert told_share(sane({"compute_share": lie})) == 1.0
+    assert told_share({}) == 1.0
+
+
 def test_local_prefill_is_held_back_only_while_decoding_needs_its_part():
     site = Site(peer("far"), max_stretch=3.0)
     site.learn()
@@ -202,6 +247,8 @@ ABSURD = (
     {"prefill_tokens_per_s": 5e-324},
     {"num_queued_tokens": 1e308, "num_queued": 1e308, "num_running": 1e308},
     {"path_capacity_bps": 5e-324},
+    {"compute_share": 0.0, "egress_bps": 5e-324},
+    {"compute_share": 1e15, "egress_bps": 1e15},
     {"path_capacity_bps": 1e308, "path_goodput_bps": -1.0, "chunk_tokens": 1e300},
 )
 

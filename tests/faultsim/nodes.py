@@ -218,7 +218,7 @@ class Prefilld(Node):
         await self.server.close()
         await self.backend.close()
 
-    def _load(self) -> dict[str, float]:
+    def _load(self, _peer: str) -> dict[str, float]:
         return {"num_queued_tokens": float(self.handler.admission.num_queued_tokens)}
 
     def _trace(self) -> Trace | None:

@@ -240,7 +240,7 @@ class Rig:
             server_end,
             options or self.options,
             self._handle,
-            load=lambda: {"num_queued": 3, **self.load},
+            load=lambda _: {"num_queued": 3, **self.load},
             egress=self.egress,
             trace=lambda event, *, now, **fields: self.trace.append((event, fields | {"at": now})),
         )

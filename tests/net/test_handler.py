@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from math import inf
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -281,6 +282,21 @@ async def test_cost_is_learned_of_what_was_computed_alone():
         cost = s.handler.learned.cost
         assert cost is not None and cost.seconds(100, 300) == pytest.approx(300 / 1000, rel=0.5)
         assert (facts["num_prompts"], facts["has_profile"]) == (3, False)
+
+
+@on_uvloop
+async def test_each_decoded_is_told_what_the_other_leaves():
+    async with served(rate=1000.0) as s, connected(s.server, s.handler.backend, "e") as other:
+        s.server.load = lambda name: s.handler.sharing.load(name, inf, time.monotonic())
+        for n in range(4):
+            await s.ask(400, name=f"r{n}").wait()
+        async with asyncio.timeout(5):
+            while other.load.get("compute_share", 1.0) == 1.0:
+                await asyncio.sleep(0.02)
+        # 1.6 of the last 60 seconds.
+        assert other.load["compute_share"] == pytest.approx(1 - 1.6 / 60, abs=0.01)
+        assert s.client.load["compute_share"] == 1.0
+        assert list(s.handler.sharing.busy_shares(time.monotonic())) == ["d"]
 
 
 def test_a_profile_is_known_from_the_start_and_learned_on():

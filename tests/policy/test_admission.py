@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.errors import InvalidRequest, Overloaded
-from common.policy import admission
+from common.policy import promises
 from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.views import Demand, ServiceClass
 
@@ -242,7 +242,14 @@ def test_a_deadline_that_the_prompt_alone_passes_is_refused_at_once():
     assert c.offer(timed(10.1, tokens=1000)) == "running"
 
 
-def test_before_anything_was_measured_the_prompts_before_it_count():
+@pytest.fixture
+def certain(monkeypatch):
+    """Predictions of waits are taken at their word."""
+    monkeypatch.setattr(promises, "FIRST_DOUBT", 0.0)
+    monkeypatch.setattr(promises, "LEAST_DOUBT", 0.0)
+
+
+def test_before_anything_was_measured_the_prompts_before_it_count(certain):
     c = AdmissionController(
         AdmissionLimits(1, 10, 10**6, 10**9), forecast=lambda d, before: (before + d.num_prompt_tokens) / 100
     )
@@ -252,7 +259,7 @@ def test_before_anything_was_measured_the_prompts_before_it_count():
     assert offer_or_gate(c, timed(6.5)) == "queued"
 
 
-def test_waiting_is_predicted_from_how_fast_the_queue_was_seen_to_drain():
+def test_waiting_is_predicted_from_how_fast_the_queue_was_seen_to_drain(certain):
     """One request at a time, one a second; nobody knows what computing a prompt takes."""
     c = AdmissionController(AdmissionLimits(1, 100, 10**6, 10**9))
     for n in range(30):
@@ -278,16 +285,16 @@ def test_a_margin_that_lets_nobody_in_does_not_last():
 
 
 def test_errors_of_many_tenants_are_not_kept_for_ever(monkeypatch):
-    monkeypatch.setattr(admission, "MAX_ERRORS", 10)
+    monkeypatch.setattr(promises, "MAX_ERRORS", 10)
     c = AdmissionController(AdmissionLimits(1, 100, 10**6, 10**9))
     for n in range(50):
         c.offer(Demand(f"{n}", 1, 1, tenant=f"t{n}"))
         c.note_ttft(f"{n}", 1.0)
         c.release(f"{n}")
-    assert len(c._errors) == 10
+    assert len(c.promises._errors) == 10
 
 
-def test_a_high_class_is_not_thought_to_wait_for_a_low_one():
+def test_a_high_class_is_not_thought_to_wait_for_a_low_one(certain):
     c = of_class(running=1, queued=1000)
     for n in range(30):
         c.offer(Demand(f"high{n}", 100, 1, service_class="high"), 0.0)
@@ -377,7 +384,7 @@ class Books(RuleBasedStateMachine):
         assert running["low"] <= limits.max_running_requests
         assert c.pump(self.now) == [], "nothing waits that could run"
         assert c.running or not c.queue, "an idle node has no queue"
-        assert set(c._predictions) <= self.waiting | set(c.running), "nothing is kept of those that have ended"
+        assert set(c.promises.made) <= self.waiting | set(c.running), "nothing is kept of those that have ended"
 
 
 TestBooks = Books.TestCase

@@ -132,6 +132,19 @@ def test_a_path_without_a_queue_is_not_held() -> None:
     assert known.cap_bps is None
 
 
+def test_links_of_a_held_path_begin_congestion_control_anew_in_time() -> None:
+    world = World(100e6)
+    world.run(60)
+    for plan in world.paths[0].plans.values():
+        assert 10 <= plan.renewals <= 15  # more often than the 10 s after which bbr would stop to look
+
+
+@pytest.mark.parametrize("world", [World(1e9, most_bps=[60e6] * 4), World(1e9, limits=EgressLimits(max_bps=100e6))])
+def test_links_of_a_path_whose_capacity_is_not_known_are_left_alone(world: World) -> None:
+    world.run(60)
+    assert all(plan.renewals == 0 for plan in world.paths[0].plans.values())
+
+
 @pytest.mark.parametrize(("before", "after"), [(250e6, 100e6), (100e6, 250e6)])
 def test_a_path_that_changes_is_followed(before: float, after: float) -> None:
     world = World(before)

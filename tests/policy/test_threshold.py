@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -138,3 +139,26 @@ def test_lone_decoded_gives_what_decode_can_spare():
     )
     with pytest.raises(ValueError, match="without a decoded"):
         allocate(small, lengths, 1, 0)
+
+
+def test_what_others_use_of_the_remote_site_raises_the_threshold_and_pays(paper):
+    """Of four remote nodes two are left: who solves for four is told more than there is, and sends too much there."""
+    lengths = paper.lengths
+    alone = plant(paper)
+    shared = replace(alone, num_remote=2.0)
+    believed = Model(alone, lengths, is_exact=True).best_threshold(3, 5)
+    right = Model(shared, lengths, is_exact=True).best_threshold(3, 5)
+    really = Model(shared, lengths, is_exact=True).at(believed.threshold_tokens, 3, 5)
+    assert right.threshold_tokens > 1.3 * believed.threshold_tokens
+    assert believed.throughput_rps > 1.9 * really.throughput_rps
+    assert right.throughput_rps > 1.2 * really.throughput_rps
+
+
+def test_shared_own_nodes_count_by_what_is_left_and_nobody_is_told_to_change_their_roles(paper):
+    lengths = paper.lengths
+    whole, part = allocate(plant(paper), lengths, 6, 2), allocate(plant(paper), lengths, 5.5, 2)
+    assert "3 prefill and 5 decode" in whole.advice and part.advice == ""
+    assert part.best == part.now
+    assert part.now.num_prefill == 5.5
+    less = allocate(plant(paper), lengths, 0.5, 2).now
+    assert less.throughput_rps < allocate(plant(paper), lengths, 1, 2).now.throughput_rps + 1e-9

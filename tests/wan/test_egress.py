@@ -47,6 +47,22 @@ def test_the_path_is_found_and_its_queue_stays_short(wan: Wan) -> None:
             assert link["pacing_bps"] is None or link["pacing_bps"] < RATE_MBIT * 1e6
 
 
+@pytest.mark.skipif(best_congestion_control() != "bbr", reason="the kernel has no bbr")
+def test_links_never_stop_to_look_at_the_round_trip(wan: Wan) -> None:
+    with pair("ends", {"max_bytes": 8 << 20, "options": {"data_links": 2}}, wan) as ends:
+        serve, client = ends
+        fetch(ends, 8 << 20, 3)
+        client.tell(num_bytes=8 << 20, num_requests=13, concurrency=2)  # some 15 s
+        windows: list[int] = []
+        for _ in range(130):
+            time.sleep(0.1)
+            [session] = serve.ask()["sessions"]
+            windows += [link["cwnd_bytes"] for link in session["data_links"]]
+        client.hear()
+    # PROBE_RTT of bbr: 200 ms with a window of four packets, after ten seconds without a shorter round trip.
+    assert min(windows) > 4 * 1448
+
+
 def test_loss_shows_within_a_second(wan: Wan) -> None:
     with pair("ends", {"max_bytes": 16 << 20, "options": {"data_links": 2}}, wan) as ends:
         serve, client = ends
