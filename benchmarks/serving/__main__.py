@@ -117,6 +117,8 @@ def opening(told: dict[str, Any], measured: Measured) -> str:
             f"local prefill beside streams: {measured.slowdown:.2f} times as long, their steps {measured.stretch:.2f}",
             f"state: {measured.state}, {measured.codec_ratio:.3f} of it on the wire; link {measured.link_bps / 1e6:.1f}"
             f" Mbit/s, round trip {1e3 * measured.rtt_s:.0f} ms",
+            "taking in state costs streams, ns a byte: "
+            + ", ".join(f"{1e9 * s:.1f} {side}" for side, s in zip(("near", "far"), measured.import_s, strict=True)),
             f"besides, ms: {1e3 * measured.remote_lead_s:.0f} remote, {1e3 * measured.own_lead_s:.0f} local",
             f"solved: threshold {solved['threshold_tokens']:.0f} tokens, {solved['throughput_rps']:.2f} req/s;"
             f" offered {told['offered_rps']:.2f} req/s, {told['num_requests']} requests",

@@ -35,7 +35,7 @@ class Measured:
         decode: seconds of a step of a batch; `context` is the prompt length of a row at which nothing else was seen.
         slowdown, stretch: how many times as long local prefill takes beside running streams, and their steps meanwhile.
         remote_lead_s, own_lead_s: what a request takes until its first token beside computing, sending and one step.
-        import_s: what taking in a prompt's state costs streams at decoded: for each prompt, for each raw byte.
+        import_s: what taking in state costs streams at decoded for each raw byte, from beside it and over the link.
         link_bps: what state crosses the emulated link at; `rtt_s` its round trip.
     """
 
@@ -86,14 +86,18 @@ def measure(site: Site, prompts: Prompts, ladder: Sequence[int], repeats: int = 
     state, ratio = _state(there)
     remote, own = (_points(answers) for answers in (there, here))
     slowdown, stretch = _mixed(site, prompts, ladder[len(ladder) // 2], Curve(own), decode)
-    lengths = (ladder[1], ladder[-1] // 2)
-    import_s = _import_s([_late_s(site, prompts, n, (Curve(remote), Curve(own)), decode) for n in lengths])
     leads = [_lead_s(answers, decode) for answers in (there, here)]
+
+    def import_s() -> float:
+        curves = Curve(remote), Curve(own)
+        return _import_s([_late_s(site, prompts, ladder[-1] // 2, curves, decode) for _ in range(repeats)])
+
+    near_s = import_s()
     site.use(FAR)
     link_bps = site.link_bps("far")
     return Measured(
         remote, own, decode, slowdown, stretch, state, ratio, *leads, link_bps, site.rtt_s, site.hardware.max_batch,
-        import_s,
+        (near_s, import_s()),
     )  # fmt: skip
 
 
@@ -166,17 +170,15 @@ def _mixed(site: Site, prompts: Prompts, length: int, own: Curve, decode: Decode
     return max(1.0, late.timing["prefill_s"] / own(length - 1)), max(1.0, stretch)
 
 
-def _import_s(seen: Sequence[tuple[float, int]]) -> tuple[float, float]:
-    """Of a short and a long prompt the seconds and bytes, as a line through them that falls nowhere."""
-    (low_s, low), (high_s, high) = seen
-    per_byte = max(0.0, high_s - low_s) / (high - low)
-    return max(0.0, min(low_s, high_s) - per_byte * low), per_byte
+def _import_s(seen: Sequence[tuple[float, int]]) -> float:
+    """For each byte, of the seconds by which streams were late and the bytes that came meanwhile."""
+    return max(0.0, sum(seconds for seconds, _ in seen) / sum(num for _, num in seen))
 
 
 def _late_s(
     site: Site, prompts: Prompts, length: int, sides: tuple[Curve, Curve], decode: DecodeCost
 ) -> tuple[float, int]:
-    """By how much streams are late after the state of a prompt has come, and its raw bytes."""
+    """By how much streams are late (or by chance early) after the state of a prompt has come, and its raw bytes."""
     remote, own = sides
     starts_s = 2 * MIXED_ROWS * own(ROW_PROMPT) + QUIET_STEPS * decode.step_s(MIXED_ROWS)
     num_output = 3 * QUIET_STEPS + math.ceil((starts_s + 3 * remote(length)) / decode.step_s(MIXED_ROWS))
@@ -189,7 +191,7 @@ def _late_s(
         before = statistics.fmean(_gaps([stream], 0.0, late.arrived_at))
         meanwhile = _gaps([stream], late.arrived_at, late.first_token_at)
         lost.append(sum(meanwhile) - before * len(meanwhile))
-    return max(0.0, statistics.median(lost)), late.report["raw_bytes"]
+    return statistics.fmean(lost), late.report["raw_bytes"]
 
 
 def _state(there: Sequence[Answer]) -> tuple[StateSize, float]:

@@ -14,10 +14,12 @@ from common.policy.routing import Rules
 from common.sim.cluster import Cluster
 from common.sim.site import Deployment
 from common.sim.workload import SimRequest
+from decoded.config import BatchConfig
 
 # As the daemons are configured: tokens of a chunk on a CPU, admission at decoded and at prefilld.
 CHUNK_TOKENS = 256
 MAX_SHARING = (32, 16)
+MAX_STRETCH = BatchConfig().max_stretch
 # Within a site: nothing that one core of computing could fill.
 NEAR_BPS, NEAR_RTT_S = 10e9, 1e-4
 
@@ -36,10 +38,11 @@ def deployment(measured: Measured, variant: Variant) -> Deployment:
         chunk_tokens=CHUNK_TOKENS,
         codec_ratio=measured.codec_ratio,
         does_local_prefill=True,
-        max_stretch=measured.stretch,
+        max_stretch=MAX_STRETCH,
         measured_slowdown=measured.slowdown,
+        measured_stretch=measured.stretch,
         max_sharing=MAX_SHARING,
-        import_s=measured.import_s,
+        import_s=measured.import_s[0 if variant.is_near else 1],
         lead_s=(measured.own_lead_s, measured.remote_lead_s),
     )
 

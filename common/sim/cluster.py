@@ -20,6 +20,9 @@ from common.sim.nodes import ChunkStarts, DecodeNode, PrefillNode
 from common.sim.site import Deployment, Hardware
 from common.sim.workload import SimRequest
 
+# Importing state costs decoded's processor time as it arrives, in pieces of some milliseconds.
+PIECE_S = 0.005
+
 
 class Cluster:
     """One run. `ttft_slo` gives the SLO of a request by its prompt length, for policies that look at it. `controller`
@@ -77,12 +80,12 @@ class Cluster:
             raise ValueError(f"routed to decoded itself, which does not prefill here: {decision.reason}")
         place = self.beliefs.soonest(mixed)
         node, request.place = mixed[place], "local"
-        slow = node.slowdown() if node.slowdown is not None else 1.0
+        slow = self.deployment.mixed_slowdown if self.hardware.decode[place].num_rows else 1.0
         self.beliefs.book(
             node, slow * self.beliefs.costs["own"].seconds(view.num_cached_tokens, view.num_uncached_tokens)
         )
         request.num_computed = view.num_uncached_tokens
-        chunk = partial(self._mixed_chunk, place)
+        chunk = partial(self._own_chunk, self.hardware.decode[place])
         self._put(node, request, view.num_cached_tokens, request.num_prompt - 1, chunk)
 
     def _put(self, node: PrefillNode, request: SimRequest, start: int, stop: int, on_chunk: ChunkStarts) -> None:
@@ -91,16 +94,6 @@ class Cluster:
             self.loop.at(self.loop.now + lead_s, node.put, request, start, stop, on_chunk)
         else:
             node.put(request, start, stop, on_chunk)
-
-    def _mixed_chunk(self, place: int, request: SimRequest, stop: int, ends_at: float, is_last: bool) -> None:
-        self.hardware.decode[place].share_until(ends_at, self.deployment.max_stretch)
-        self.loop.at(ends_at, self._mixed_chunk_done, place, request, is_last)
-
-    def _mixed_chunk_done(self, place: int, request: SimRequest, is_last: bool) -> None:
-        if not self.hardware.mixed[place].num_queued_tokens:
-            self.hardware.decode[place].set_stretch(1.0)
-        if is_last:
-            self._ready(request, self.hardware.decode[place])
 
     def _prefill_there(self, request: SimRequest, view: RequestView, decision: RouteDecision) -> None:
         node = self.hardware.nodes[str(decision.peer)]
@@ -113,7 +106,7 @@ class Cluster:
         request.num_computed = tokens - start
         self.beliefs.book(node, self.beliefs.costs[request.place].seconds(start, tokens - start))
         if not is_remote:
-            self._put(node, request, start, tokens, self._own_chunk)
+            self._put(node, request, start, tokens, partial(self._own_chunk, None))
             return
         self.beliefs.promised[node.name] += view.raw_bytes * self.deployment.codec_ratio
         request.is_all_computed = False
@@ -123,9 +116,11 @@ class Cluster:
         else:
             node.put(request, start, tokens, self._remote_chunk)
 
-    def _own_chunk(self, request: SimRequest, stop: int, ends_at: float, is_last: bool) -> None:
+    def _own_chunk(
+        self, place: DecodeNode | None, request: SimRequest, stop: int, ends_at: float, is_last: bool
+    ) -> None:
         if is_last:
-            self.loop.at(ends_at, self._ready, request)
+            self.loop.at(ends_at, self._ready, request, place)
 
     def _remote_chunk(self, request: SimRequest, stop: int, ends_at: float, is_last: bool) -> None:
         """The chunk's rows leave while it is computed, those that decoded lacks; with the last one the fixed bytes."""
@@ -136,12 +131,24 @@ class Cluster:
         request.num_pending += 1
         request.is_all_computed = is_last
         encoded = raw * self.deployment.codec_ratio
-        self.link.send(encoded, self._chunk_sent, request, ends_at, encoded)
+        num = max(1, math.ceil(self.deployment.import_s * raw / PIECE_S))
+        every_s = (ends_at - self.loop.now) / num
+        self.link.send(encoded / num, self._piece_sent, request, ends_at, encoded / num, num - 1, every_s)
 
-    def _chunk_sent(self, request: SimRequest, ends_at: float, num_bytes: float) -> None:
+    def _piece_sent(
+        self, request: SimRequest, ends_at: float, num_bytes: float, num_left: int, every_s: float
+    ) -> None:  # fmt: skip
+        """One of the pieces in which a chunk's state leaves, a layer after the other, evenly while it is computed."""
         self.beliefs.promised[request.node] -= num_bytes
-        self._take_in(request, self.deployment.import_s[1] * num_bytes / self.deployment.codec_ratio)
-        if self.loop.now < ends_at:
+        self._take_in(request, self.deployment.import_s * num_bytes / self.deployment.codec_ratio)
+        if num_left:
+            leaves_at = ends_at - num_left * every_s
+            args = num_bytes, self._piece_sent, request, ends_at, num_bytes, num_left - 1, every_s
+            if self.loop.now < leaves_at:
+                self.loop.at(leaves_at, self.link.send, *args)
+            else:
+                self.link.send(*args)
+        elif self.loop.now < ends_at:
             self.loop.at(ends_at, self._chunk_arrived, request)
         else:
             self._chunk_arrived(request)
@@ -157,7 +164,6 @@ class Cluster:
     def _chunk_arrived(self, request: SimRequest) -> None:
         request.num_pending -= 1
         if request.is_all_computed and not request.num_pending:
-            self._take_in(request, self.deployment.import_s[0])
             self.hardware.remote_cache.add(request.blocks)
             self.loop.at(self.loop.now + self.deployment.rtt_s + self.deployment.lead_s[1], self._ready, request)
 

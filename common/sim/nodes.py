@@ -19,9 +19,34 @@ from common.sched.turns import Turns
 from common.sim.loop import Loop
 from common.sim.workload import SimRequest
 
-# Of a chunk that is mixed into decode steps: whether there are rows is looked at anew so often.
-MIXED_TOKENS = 32
 ChunkStarts = Callable[[SimRequest, int, float, bool], None]
+
+
+class Processor:
+    """What computes a prefill node's chunks: this one does nothing else."""
+
+    is_shared = False
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self._chunk_tokens = chunk_tokens
+
+    def wants_quiet(self) -> bool:
+        """Whether the next step should go without a chunk. Asked once a step."""
+        return False
+
+    def num_tokens(self, num_left: int) -> int:
+        """Tokens of the next chunk, of a prompt that lacks `num_left`."""
+        return min(self._chunk_tokens, num_left)
+
+    def begin(self, num_tokens: int, chunk_s: float) -> float:
+        """Seconds of a step that begins now, with so many tokens that take `chunk_s` by themselves."""
+        return chunk_s
+
+    def end(self, took_s: float) -> None:
+        """The step is over, after all that made it longer."""
+
+    def stop(self) -> None:
+        """No prompt is left."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,15 +69,16 @@ class _Job:
 
 class PrefillNode:
     """One prefill instance. `seconds(tokens)` is its profile; `on_chunk(request, stop, ends_at, is_last)` is called
-    when a chunk starts, as its state leaves while it is computed. Up to `max_sharing` prompts take turns as in the
-    daemons, chunk by chunk; with one, prompts are served in the order in which they come.
+    when a chunk starts, as its state leaves while it is computed, or at its end where the processor is shared: nobody
+    knows before when that is. Up to `max_sharing` prompts take turns as in the daemons, chunk by chunk; with one,
+    prompts are served in the order in which they come.
     """
 
     def __init__(
-        self, loop: Loop, name: str, seconds: Callable[[float], float], chunk_tokens: int, max_sharing: int = 1
+        self, loop: Loop, name: str, seconds: Callable[[float], float], processor: Processor, max_sharing: int = 1
     ) -> None:
         self._loop, self.name, self._seconds = loop, name, seconds
-        self.chunk_tokens, self.max_sharing = chunk_tokens, max_sharing
+        self._processor, self.max_sharing = processor, max_sharing
         self._constant_s = seconds(0.0)
         self._waiting: deque[_Job] = deque()
         self._sharing: list[_Job] = []
@@ -60,7 +86,6 @@ class PrefillNode:
         self._num_jobs = 0
         self._is_busy = False
         self._lost_s = 0.0
-        self.slowdown: Callable[[], float] | None = None
         self.busy_s = 0.0
         self.num_queued_tokens = 0
 
@@ -80,9 +105,8 @@ class PrefillNode:
             self._admit()
 
     def lose(self, seconds: float) -> None:
-        """Its processor does something else for so long: the next chunk ends later."""
-        if self._is_busy:
-            self._lost_s += seconds
+        """Its processor does something else for so long: the step that it computes ends later."""
+        self._lost_s += seconds
 
     def _admit(self) -> None:
         while self._waiting and len(self._sharing) < self.max_sharing:
@@ -91,34 +115,49 @@ class PrefillNode:
 
     def _next(self) -> None:
         self._admit()
+        now, processor = self._loop.now, self._processor
+        self._lost_s = 0.0
+        if self._sharing and processor.wants_quiet():
+            self._loop.at(now + processor.begin(0, 0.0), self._step_done, now, 0)
+            return
         job = self._turns.take(self._sharing)
         if job is None:
             self._is_busy = False
+            processor.stop()
             return
-        slow = self.slowdown() if self.slowdown is not None else 1.0
-        end = min(job.stop, job.start + (self.chunk_tokens if slow == 1.0 else min(MIXED_TOKENS, self.chunk_tokens)))
-        took_s = slow * (self.seconds(job.start, end) + (0.0 if job.has_begun else self._constant_s)) + self._lost_s
-        self._lost_s = 0.0
-        self.busy_s += took_s
-        ends_at, is_last, num_tokens = self._loop.now + took_s, end == job.stop, end - job.start
+        num_tokens = processor.num_tokens(job.num_remaining)
+        end = job.start + num_tokens
+        chunk_s = self.seconds(job.start, end) + (0.0 if job.has_begun else self._constant_s)
+        ends_at, is_last = now + processor.begin(num_tokens, chunk_s), end == job.stop
         job.start, job.has_begun = end, True
         if is_last:
             self._sharing.remove(job)
         # First, so that whatever the chunk leads to at its end sees the queue without it.
-        self._loop.at(ends_at, self._chunk_done, num_tokens)
-        job.on_chunk(job.request, end, ends_at, is_last)
+        self._loop.at(ends_at, self._step_done, now, num_tokens, job)
+        if not processor.is_shared:
+            job.on_chunk(job.request, end, ends_at, is_last)
 
-    def _chunk_done(self, num_tokens: int) -> None:
+    def _step_done(self, began_at: float, num_tokens: int, job: _Job | None = None) -> None:
+        now, lost_s = self._loop.now, self._lost_s
+        if lost_s:
+            self._lost_s = 0.0
+            self._loop.at(now + lost_s, self._step_done, began_at, num_tokens, job)
+            return
+        self._processor.end(now - began_at)
         self.num_queued_tokens -= num_tokens
+        if job is not None:
+            self.busy_s += now - began_at
+            if self._processor.is_shared:
+                job.on_chunk(job.request, job.start, now, not job.num_remaining)
         # Last of all that happens now: a prompt that is complete decodes beside the next chunk.
-        self._loop.at(self._loop.now, self._next)
+        self._loop.at(now, self._next)
 
 
 class DecodeNode:
     """One decoding instance with `max_rows` rows; those who find none free wait in order."""
 
     def __init__(self, loop: Loop, cost: DecodeCost, max_rows: int, on_done: Callable[[SimRequest], None]) -> None:
-        self._loop, self._cost, self.max_rows, self._on_done = loop, cost, max_rows, on_done
+        self._loop, self.cost, self.max_rows, self._on_done = loop, cost, max_rows, on_done
         self.waiting: deque[SimRequest] = deque()
         self._rows: list[tuple[float, int, SimRequest]] = []
         self._tokens = 0.0  # that a row has made which was there from the start
@@ -126,7 +165,10 @@ class DecodeNode:
         self._at = 0.0
         self._count = 0
         self._version = 0
-        self._free_at = 0.0
+        self._is_shared = False
+        self._held: list[SimRequest] = []  # until the end of a shared step
+        self._newcomers: list[SimRequest] = []  # who joined at `_joined_at`
+        self._joined_at = 0.0
         self.stretch = 1.0
         self.row_s = 0.0
 
@@ -137,25 +179,38 @@ class DecodeNode:
     @property
     def load(self) -> int:
         """Rows in use or wanted."""
-        return len(self._rows) + len(self.waiting)
+        return len(self._rows) + len(self._held) + len(self.waiting)
+
+    @property
+    def alone_s(self) -> float:
+        """Of a step now without a chunk."""
+        return self.cost.step_s(len(self._rows), self._context)
 
     @property
     def step_s(self) -> float:
         """Of the next step."""
-        return self.stretch * self._cost.step_s(len(self._rows), self._context)
+        return self.stretch * self.alone_s
 
-    def share_until(self, ends_at: float, stretch: float) -> None:
-        """A chunk of a prompt is computed here until then: mixed into steps, or without rows in a step of its own, for
-        whose end a newcomer waits.
-        """
-        if not self._rows:
-            self._free_at = ends_at
+    def share(self, stretch: float) -> None:
+        """A step begins that computes a prompt here too; newcomers wait for its end."""
+        self._is_shared = True
         self.set_stretch(stretch)
+
+    def step_over(self) -> None:
+        """That step is over."""
+        self._is_shared = False
+        held, self._held = self._held, []
+        for request in held:
+            self.join(request)
 
     def set_stretch(self, stretch: float) -> None:
         """From now on steps take so many times as long: local prefill is mixed in."""
         self._advance()
         self.stretch = stretch
+        if self._joined_at == self._loop.now:
+            # Their first step is the one that begins now, whatever it was taken for when they joined.
+            for request in self._newcomers:
+                request.first_token_at = max(self._loop.now, self._at) + self.step_s
         self._wake()
 
     def lose(self, seconds: float) -> None:
@@ -167,8 +222,8 @@ class DecodeNode:
 
     def join(self, request: SimRequest) -> None:
         """A prompt is ready for its last token."""
-        if self._loop.now < self._free_at:
-            self._loop.at(self._free_at, self.join, request)
+        if self._is_shared:
+            self._held.append(request)
         elif len(self._rows) < self.max_rows:
             self._advance()
             self._start(request)
@@ -177,6 +232,10 @@ class DecodeNode:
             self.waiting.append(request)
 
     def _start(self, request: SimRequest) -> None:
+        if self._joined_at != self._loop.now:
+            self._joined_at = self._loop.now
+            self._newcomers.clear()
+        self._newcomers.append(request)
         self._count += 1
         self._context += request.num_prompt
         heappush(self._rows, (self._tokens + request.num_output, self._count, request))
@@ -196,14 +255,14 @@ class DecodeNode:
 
     def _seconds_for(self, steps: float) -> float:
         num = len(self._rows)
-        first = self._cost.step_s(num, self._context)
-        return self.stretch * steps * (first + self._cost.per_context_s * num * steps / 2)
+        first = self.cost.step_s(num, self._context)
+        return self.stretch * steps * (first + self.cost.per_context_s * num * steps / 2)
 
     def _steps_in(self, seconds: float) -> float:
         """The inverse of `_seconds_for`, by the root of the quadratic that does not cancel."""
         num = len(self._rows)
-        first = self._cost.step_s(num, self._context)
-        bend = self._cost.per_context_s * num
+        first = self.cost.step_s(num, self._context)
+        bend = self.cost.per_context_s * num
         want = seconds / self.stretch
         return 2 * want / (first + math.sqrt(first * first + 2 * bend * want))
 

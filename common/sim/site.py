@@ -13,7 +13,8 @@ from common.policy.profile import NodeProfile
 from common.sim.caches import BlockCache
 from common.sim.links import Link
 from common.sim.loop import Loop
-from common.sim.nodes import DecodeNode, PrefillNode
+from common.sim.mixing import Mixing
+from common.sim.nodes import DecodeNode, PrefillNode, Processor
 from common.sim.workload import BLOCK_TOKENS, SimRequest
 
 
@@ -25,13 +26,14 @@ class Deployment:
         remote, own: profiles of a node of either site; `own` also decodes.
         num_remote, num_prefill, num_decode: N_prfaas, N_p, N_d.
         egress_bps, rtt_s, rate_changes: the path; (instant, bits per second) pairs.
-        does_local_prefill: decoding nodes compute prompts too, mixed into decode steps that then take `max_stretch`
-            times as long.
-        measured_slowdown: how many times as long local prefill was seen to take in such steps; 0: what they leave.
+        does_local_prefill: decoding nodes compute prompts too, mixed into decode steps of at most `max_stretch` times
+            the length.
+        measured_slowdown, measured_stretch: how many times as long local prefill was seen to take in such steps, and
+            how many times as long they were; 0: a token takes there what it takes alone.
         cache_tokens: room of the prefix cache of the own and of the remote site.
         max_sharing: prompts that take turns at a node of the own and of the remote site; 1 is one after the other.
-        import_s: what taking in a prompt's state costs decoded's processor, for each prompt and for each raw byte:
-            neither prompts nor streams get on meanwhile.
+        import_s: what taking in state costs decoded's processor for each raw byte, as it arrives: neither prompts nor
+            streams get on meanwhile.
         lead_s: what a request takes beside computing, sending and decoding (HTTP, handing over), at either site.
     """
 
@@ -49,15 +51,25 @@ class Deployment:
     does_local_prefill: bool = False
     max_stretch: float = 3.0
     measured_slowdown: float = 0.0
+    measured_stretch: float = 0.0
     cache_tokens: tuple[float, float] = (0.0, 0.0)
     max_sharing: tuple[int, int] = (1, 1)
     lead_s: tuple[float, float] = (0.0, 0.0)
-    import_s: tuple[float, float] = (0.0, 0.0)
+    import_s: float = 0.0
 
     @property
     def mixed_slowdown(self) -> float:
         """How many times as long local prefill takes in stretched steps."""
         return self.measured_slowdown or self.max_stretch / (self.max_stretch - 1)
+
+    @property
+    def mixed_token_ratio(self) -> float:
+        """How many times as long a token of a prompt takes in a stretched step as in a chunk of its own: a step of S
+        seconds, of which 1 / stretch are its rows', gets through what would take S / slowdown alone.
+        """
+        if not self.measured_slowdown or self.measured_stretch <= 1.0:
+            return 1.0
+        return self.measured_slowdown * (1.0 - 1.0 / self.measured_stretch)
 
 
 class Hardware:
@@ -77,19 +89,19 @@ class Hardware:
         self.remote = [self._node(d.remote, f"remote{n}", remote) for n in range(d.num_remote)]
         self.prefill = [self._node(d.own, f"own{n}", own) for n in range(d.num_prefill)]
         self.decode = [DecodeNode(self.loop, d.own.decode, d.own.max_rows, on_done) for _ in range(d.num_decode)]
-        self.mixed = [self._mixed_node(n) for n in self.decode] if d.does_local_prefill else []
+        self.mixed = [self._mixed_node(node, f"local{n}") for n, node in enumerate(self.decode) if d.does_local_prefill]
         self.own_cache, self.remote_cache = (BlockCache(tokens, BLOCK_TOKENS) for tokens in d.cache_tokens)
         self.nodes = {node.name: node for node in (*self.remote, *self.prefill, *self.mixed)}
 
     def _node(self, profile: NodeProfile, name: str, max_sharing: int) -> PrefillNode:
-        return PrefillNode(self.loop, name, profile.prefill, self.deployment.chunk_tokens, max_sharing)
+        processor = Processor(self.deployment.chunk_tokens)
+        return PrefillNode(self.loop, name, profile.prefill, processor, max_sharing)
 
-    def _mixed_node(self, decode: DecodeNode) -> PrefillNode:
+    def _mixed_node(self, decode: DecodeNode, name: str) -> PrefillNode:
         """Local prefill: alone at full speed, beside rows in what a stretched step leaves."""
-        node = self._node(self.deployment.own, f"local{self.decode.index(decode)}", self.deployment.max_sharing[0])
-        slowdown = self.deployment.mixed_slowdown
-        node.slowdown = lambda: slowdown if decode.num_rows else 1.0
-        return node
+        d = self.deployment
+        mixing = Mixing(decode, d.chunk_tokens, d.max_stretch, d.mixed_token_ratio)
+        return PrefillNode(self.loop, name, d.own.prefill, mixing, d.max_sharing[0])
 
     def duty(self, seconds: float) -> dict[str, float]:
         """The part of `seconds` that each stage worked, and the link."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from copy import copy
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from common.sim.caches import BlockCache
 from common.sim.cluster import Cluster
 from common.sim.links import Link, tcp_bps
 from common.sim.loop import Loop
-from common.sim.nodes import DecodeNode, PrefillNode
+from common.sim.nodes import DecodeNode, PrefillNode, Processor
 from common.sim.report import Slo, goodput_rps
 from common.sim.site import Deployment
 from common.sim.traces import read_trace
@@ -366,7 +367,7 @@ def test_fast_loop_raises_the_threshold_while_the_link_is_cut():
 def prompts_at_one_node(max_sharing: int) -> dict[int, float]:
     """When each of a long prompt and two short ones, which come just after it, is computed; chunks take a second."""
     loop, ends = Loop(), {}
-    node = PrefillNode(loop, "n", lambda tokens: tokens / 100, 100, max_sharing)
+    node = PrefillNode(loop, "n", lambda tokens: tokens / 100, Processor(100), max_sharing)
 
     def chunk(request, _stop, ends_at, is_last):
         if is_last:
@@ -413,16 +414,78 @@ def test_a_newcomer_waits_for_the_end_of_a_chunk_that_has_a_step_of_its_own():
     assert done[1].place == "remote"
     assert done[1].first_token_at >= 0.2
     # And what is computed beside its row takes as long as was measured.
-    _, slow = run([one(301), one(501, number=1)], threshold=400.0, measured_slowdown=5.0, **facts)
+    _, slow = run([one(301), one(501, number=1)], threshold=400.0, measured_slowdown=5.0, measured_stretch=2.7, **facts)
     assert slow[0].first_token_at > done[0].first_token_at
 
 
+def beside_a_row(num_prompt: int = 2001, num_output: int = 400, **changed) -> tuple[SimRequest, SimRequest, float]:
+    """A stream, and a prompt that comes while it runs; and seconds that the prompt takes alone."""
+    facts = {"num_prefill": 0, "num_remote": 0, "does_local_prefill": True}
+    _, done = run([one(11, num_output=num_output), one(num_prompt, at=0.5, number=1)], **(facts | changed))
+    return done[0], done[1], PREFILL(num_prompt - 1)
+
+
+def test_a_step_with_a_prompt_is_as_long_as_the_daemons_budget_makes_it():
+    """Rows take 20 ms and a token 1 ms: of 0.9 x 3 x 20 ms 34 tokens are left, so 32 in 52 ms, but for quiet steps."""
+    stream, late, alone_s = beside_a_row()
+    assert late.ttft_s == pytest.approx(alone_s * 52 / 32, rel=0.05)
+    # The stream gets on meanwhile by a token each 52 ms, and each 20 ms before and after.
+    assert stream.done_at - stream.first_token_at == pytest.approx(399 * 0.02 + 32e-3 * alone_s / 32e-3, rel=0.05)
+
+
+@pytest.mark.parametrize(("slowdown", "stretch"), [(2.4, 2.1), (1.6, 2.45)])
+def test_what_was_measured_beside_streams_comes_out_again(slowdown, stretch):
+    """By the steps' size: a token costs what the measurement says, and the budget decides how many there are."""
+    stream, late, alone_s = beside_a_row(measured_slowdown=slowdown, measured_stretch=stretch)
+    ratio = slowdown * (1 - 1 / stretch)
+    size = max(n for n in (4, 8, 16, 24, 32, 48) if n * ratio * 1e-3 <= 1.7 * 0.02)
+    step_s = 0.02 + size * ratio * 1e-3
+    assert late.ttft_s == pytest.approx(alone_s * step_s / (size * 1e-3), rel=0.1)
+    assert stream.done_at > late.first_token_at
+
+
+def test_a_newcomers_first_token_comes_at_the_end_of_its_first_step():
+    """Two prompts: the first decodes beside the second's chunks from its first token on."""
+    facts = {"num_prefill": 0, "num_remote": 0, "does_local_prefill": True, "chunk_tokens": 200}
+    _, done = run([one(201), one(2001, number=1)], **facts)
+    # A step with rows of 20 ms and the budget's 32 tokens to begin with.
+    assert done[0].first_token_at == pytest.approx(PREFILL(200) + 0.02 + 0.032 + 0.1, abs=0.001)
+    # It was the last one: the step has no chunk.
+    _, done = run([one(201)], **facts)
+    assert done[0].first_token_at == pytest.approx(PREFILL(200) + 0.02)
+
+
+IMPORTS = {"num_prefill": 0, "does_local_prefill": True, "chunk_tokens": 100, "egress_bps": 8e12, "rtt_s": 0.0}
+
+
 def test_taking_in_state_keeps_decoded_from_everything_else():
-    facts = {"num_prefill": 0, "does_local_prefill": True, "chunk_tokens": 100, "egress_bps": 8e12, "rtt_s": 0.0}
     requests = [(301, 0), (501, 1)]
-    cluster, free = run([one(n, number=k) for n, k in requests], threshold=400.0, **facts)
-    per_byte = 1.0 / (500 * cluster.deployment.state.bytes_per_token)
-    _, dear = run([one(n, number=k) for n, k in requests], threshold=400.0, import_s=(0.25, per_byte * 0.75), **facts)
-    # A second in all, in which neither the local prompt nor any token gets on.
-    assert dear[0].first_token_at - free[0].first_token_at == pytest.approx(1.0, rel=0.2)
-    assert 0.5 < dear[0].done_at - free[0].done_at < 1.6
+    cluster, free = run([one(n, number=k) for n, k in requests], threshold=400.0, **IMPORTS)
+    per_byte = 0.1 / (500 * cluster.deployment.state.bytes_per_token + 1000)
+    _, dear = run([one(n, number=k) for n, k in requests], threshold=400.0, import_s=per_byte, **IMPORTS)
+    # A tenth of a second in all, in which neither the local prompt nor any token gets on.
+    assert dear[0].first_token_at - free[0].first_token_at == pytest.approx(0.1, rel=0.2)
+
+
+def lost_to_imports(has_local_prompt: bool) -> tuple[float, float]:
+    """Seconds that a stream of 100 tokens loses by another prompt's import, which takes a fifth of the time."""
+    requests = [one(301, number=0, num_output=100), one(20_001, at=0.6, number=1)]
+    requests += [one(5001, at=0.6, number=2)] if has_local_prompt else []
+    found = []
+    for per_byte in (0.0, 0.2 * 2e-4 / 100):
+        _, done = run(list(map(copy, requests)), threshold=6000.0, import_s=per_byte, **IMPORTS)
+        assert [done[n].place for n in sorted(done)] == ["local", "remote", "local"][: len(done)]
+        found.append(done[0].done_at - done[0].first_token_at)
+    return found[0], found[1] - found[0]
+
+
+def test_streams_lose_to_an_import_as_its_bytes_arrive():
+    took_s, lost_s = lost_to_imports(has_local_prompt=False)
+    # A fifth of the time goes, from 0.6 s on: never the whole of the import at once.
+    assert lost_s == pytest.approx(0.25 * (took_s - 0.2), rel=0.05)
+
+
+def test_what_an_import_takes_while_a_prompt_is_mixed_in_the_prompt_loses_too():
+    """The budget sees longer steps and gives the prompt less, so that streams lose a smaller part than without it."""
+    took_s, lost_s = lost_to_imports(has_local_prompt=True)
+    assert 0.0 < lost_s < 0.2 * took_s
