@@ -30,6 +30,8 @@ class LinkSample:
         sndbuf_limited_s: time in which our send buffer was the limit.
         has_backlog: there is more to send than the kernel has taken.
         busy_s: time in which anything was unsent or unacknowledged; 0 where the kernel does not tell.
+        segs_sent, segs_delivered: segments given to the network, and those that have arrived, though ones before them
+            may be missing; modulo 2^32, 0 where the kernel does not tell.
     """
 
     key: LinkKey
@@ -41,6 +43,8 @@ class LinkSample:
     sndbuf_limited_s: float
     has_backlog: bool
     busy_s: float = 0.0
+    segs_sent: int = 0
+    segs_delivered: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,6 +170,8 @@ class Link(asyncio.BufferedProtocol):
             sndbuf_limited_s=info.sndbuf_limited_s,
             has_backlog=info.notsent_bytes > 0 or self._transport.get_write_buffer_size() > 0,
             busy_s=info.busy_s,
+            segs_sent=info.segs_sent,
+            segs_delivered=info.segs_delivered,
         )
 
     def tune(self, plan: LinkPlan) -> None:

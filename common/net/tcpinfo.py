@@ -24,6 +24,7 @@ class TcpInfo:
         cwnd_bytes: congestion window.
         bytes_acked: payload the peer's kernel has.
         bytes_sent, bytes_retrans: payload given to the network, repetitions included; repetitions alone.
+        segs_sent, segs_delivered: segments of payload sent, and those that the peer's kernel has, in order or not.
         notsent_bytes: accepted from us and not given to the network yet.
         delivery_bps: latest delivery rate; only meaningful unless `is_app_limited`.
         busy_s: time in which anything was unsent or unacknowledged.
@@ -36,6 +37,8 @@ class TcpInfo:
     bytes_acked: int
     bytes_sent: int
     bytes_retrans: int
+    segs_sent: int
+    segs_delivered: int
     notsent_bytes: int
     delivery_bps: float
     is_app_limited: bool
@@ -68,6 +71,8 @@ def tcp_info(sock: socket.socket | None) -> TcpInfo | None:
         bytes_acked=u64(120),
         bytes_sent=u64(200),
         bytes_retrans=u64(208),
+        segs_sent=u32(156),
+        segs_delivered=u32(192),
         notsent_bytes=u32(144),
         delivery_bps=u64(160) * 8.0,
         is_app_limited=bool(data[7] & 1),

@@ -58,7 +58,7 @@ class Tick:
 
     at: float
     seconds: float
-    num_acked: int
+    num_arrived: float
     num_sent: int
     num_retrans: int
     queueing_s: float
@@ -151,7 +151,7 @@ class Path:
         return Tick(
             at=now,
             seconds=seconds,
-            num_acked=sum(max(0, s.bytes_acked - before.bytes_acked) for s, before in pairs),
+            num_arrived=sum(_arrived(s, before) for s, before in pairs),
             num_sent=sum(max(0, s.bytes_sent - before.bytes_sent) for s, before in pairs),
             num_retrans=sum(max(0, s.bytes_retrans - before.bytes_retrans) for s, before in pairs),
             queueing_s=max(0.0, self._rtt_s - self._min_rtt_s),
@@ -235,4 +235,15 @@ def _is_full(sample: LinkSample, before: LinkSample, seconds: float) -> bool:
 
 def _rate(ticks: Sequence[Tick]) -> float:
     seconds = sum(t.seconds for t in ticks)
-    return 8.0 * sum(t.num_acked for t in ticks) / seconds if seconds else 0.0
+    return 8.0 * sum(t.num_arrived for t in ticks) / seconds if seconds else 0.0
+
+
+def _arrived(sample: LinkSample, before: LinkSample) -> float:
+    """Bytes that have arrived since. Acknowledged ones alone stand still while one is missing and leap when it comes:
+    after a queue that overflowed that would look like half the capacity, and then like twice as much.
+    """
+    sent = (sample.segs_sent - before.segs_sent) % 2**32
+    if not sent or not sample.segs_delivered:
+        return max(0, sample.bytes_acked - before.bytes_acked)
+    delivered = (sample.segs_delivered - before.segs_delivered) % 2**32
+    return delivered * max(0, sample.bytes_sent - before.bytes_sent) / sent

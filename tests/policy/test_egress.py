@@ -9,7 +9,7 @@ import pytest
 
 from common.linkfacts import LinkPlan, LinkSample
 from common.policy.egress import MAX_QUEUE_BYTES, MIN_QUEUE_BYTES, Egress, EgressLimits, waterfill
-from common.policy.path import Mode
+from common.policy.path import Mode, Path
 
 TICK_S = 0.1
 
@@ -130,6 +130,25 @@ def test_a_path_without_a_queue_is_not_held() -> None:
     assert known is not None
     assert known.goodput_bps == pytest.approx(240e6, rel=0.02)
     assert known.cap_bps is None
+
+
+def test_a_missing_packet_makes_no_path_look_narrow_and_then_wide() -> None:
+    path, per_tick = Path(), 800 * 1448
+    acked = sent = 0
+    for tick in range(30):
+        sent += 800
+        # In tick 10 one packet is lost: what comes after it is there, and counted when it has come.
+        acked = acked if tick == 10 else sent * 1448
+        path.note(
+            100.0 + TICK_S * tick,
+            [
+                LinkSample(
+                    key=("d", 1), rtt_s=0.05, min_rtt_s=0.02, bytes_acked=acked, bytes_sent=sent * 1448,
+                    bytes_retrans=0, sndbuf_limited_s=0.0, has_backlog=True, segs_sent=sent, segs_delivered=sent,
+                )
+            ],
+        )  # fmt: skip
+    assert path.capacity_bps == pytest.approx(8 * per_tick / TICK_S, rel=0.01)
 
 
 def test_links_of_a_held_path_begin_congestion_control_anew_in_time() -> None:
