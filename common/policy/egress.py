@@ -29,8 +29,9 @@ LONG_BYTES, LOSSY = 1 << 20, 2e-4
 # A send buffer that was the limit for this part of the time is doubled.
 BUFFER_LIMITED = 0.2
 # A link on a held path begins its congestion control anew so often. BBR stops sending for 200 ms whenever ten seconds
-# have shown it no shorter round trip (PROBE_RTT), which is 2 % of the rate; on a path whose queue is kept empty it has
-# nothing to find out by that, and counts from its beginning. What it may send until it knows the path is the pacing.
+# have shown it no shorter round trip (PROBE_RTT): 2 % of the rate, and the beginning of a burst after a rest. On a path
+# whose queue is kept empty it has nothing to find out by that; it counts from its own beginning. What it may send until
+# it knows the path is the pacing.
 RENEW_S = 4.0
 
 

@@ -97,8 +97,11 @@ class Path:
 
     @property
     def is_short(self) -> bool:
-        """Whether the links are held and the latest round trips met no queue."""
-        return self.cap_bps is not None and bool(self._ticks) and not self._is_queued(self._ticks[-1])
+        """Whether the links are held and meet no queue: by the latest round trips, or after a rest."""
+        if self.cap_bps is None or not self._ticks:
+            return False
+        latest = self._ticks[-1]
+        return latest.seconds > SHOWN_S or not self._is_queued(latest)
 
     def estimate(self, now: float) -> PathEstimate:
         """What is known at `now`."""

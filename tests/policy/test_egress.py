@@ -158,6 +158,17 @@ def test_links_of_a_held_path_begin_congestion_control_anew_in_time() -> None:
         assert 10 <= plan.renewals <= 15  # more often than the 10 s after which bbr would stop to look
 
 
+def test_after_a_rest_congestion_control_begins_anew_with_the_first_bytes() -> None:
+    world = World(100e6)
+    world.run(10)
+    [path] = world.paths
+    before = [plan.renewals for plan in path.plans.values()]
+    world.now += 30
+    path.queued_s = 0.04  # the smoothed round trip is still that of the last packets before the rest
+    world.run(TICK_S)
+    assert [plan.renewals for plan in path.plans.values()] == [n + 1 for n in before]
+
+
 @pytest.mark.parametrize("world", [World(1e9, most_bps=[60e6] * 4), World(1e9, limits=EgressLimits(max_bps=100e6))])
 def test_links_of_a_path_whose_capacity_is_not_known_are_left_alone(world: World) -> None:
     world.run(60)
