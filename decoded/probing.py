@@ -60,8 +60,8 @@ class PathProber(Background):
                 await self._look(client)
 
     def _is_unknown(self, client: PeerClient) -> bool:
-        is_idle = client.state == "ready" and not client.num_streams and not is_loopback(client.host)
-        return is_idle and self._interval_s() < inf and not client.load.get("path_capacity_bps")
+        is_path = not is_loopback(client.host) and not client.load.get("path_capacity_bps")
+        return is_path and self._interval_s() < inf and _is_idle(client)
 
     def _is_due(self, client: PeerClient) -> bool:
         """Whether the path's capacity is known, old, and nobody is just about to see it anyway."""
@@ -69,8 +69,7 @@ class PathProber(Background):
         base_s = self._interval_s()
         look.interval_s = min(max(look.interval_s, base_s), MOST_BACKOFF * base_s)
         capacity, age_s = load.get("path_capacity_bps", 0.0), load.get("path_age_s", 0.0)
-        is_idle = client.state == "ready" and not client.num_streams
-        return is_idle and capacity > 0 and age_s >= look.interval_s
+        return _is_idle(client) and capacity > 0 and age_s >= look.interval_s
 
     async def _look(self, client: PeerClient) -> None:
         look, before = self._looks[client.name], client.load.get("path_capacity_bps", 0.0)
@@ -92,6 +91,10 @@ class PathProber(Background):
         facts = {"peer": client.name, "believed_bps": round(believed), "goodput_bps": round(found.goodput_bps)}
         log.debug("looked at an idle path", extra=facts)
         return found.goodput_bps
+
+
+def _is_idle(client: PeerClient) -> bool:
+    return client.state == "ready" and not client.num_streams
 
 
 def _worth(bps: float) -> int:

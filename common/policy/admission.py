@@ -13,7 +13,7 @@ from typing import Literal
 
 from common.errors import InvalidRequest, Overloaded
 from common.policy.fair import Charge, ClassQueue, FairQueue
-from common.policy.pace import MIN_STARTS, DrainPace
+from common.policy.pace import DrainPace
 from common.policy.promises import Promises
 from common.policy.run_pace import RunPace
 from common.policy.views import Demand, ServiceClass
@@ -254,8 +254,7 @@ class AdmissionController:
 
     def _cost_before(self, demand: Demand, now: float) -> float:
         """Service before a new request, of those that wait and of those that will come and overtake it."""
-        pace, is_seen = self.pace, self.pace.num_starts >= MIN_STARTS and self.pace.seconds > 0.0
-        cost_per_s = pace.cost / pace.seconds if is_seen else self.run_pace.per_s(now)
+        cost_per_s = self.pace.per_s or self.run_pace.per_s(now)
         num_running = self._running(self.queue.class_of(demand.service_class)).num_requests
         return self.queue.cost_before(demand, now, cost_per_s, num_running, self.limits.max_running_requests)
 

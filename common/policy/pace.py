@@ -44,6 +44,11 @@ class DrainPace:
         self.num_starts = keep * self.num_starts + 1.0
         self._since = now
 
+    @property
+    def per_s(self) -> float:
+        """Tokens of service per second; 0 before enough was seen."""
+        return self.cost / self.seconds if self.num_starts >= MIN_STARTS and self.seconds > 0.0 else 0.0
+
     def wait_s(self, cost_before: float, now: float) -> float | None:
         """Seconds until a request starts that has so much service before it; None before anything was seen.
 
