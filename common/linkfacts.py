@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -100,6 +100,26 @@ class EgressControl(Protocol):
 
     def num_links(self, peer: str, congestion_control: str) -> int:
         """Data links that a peer's path needs; 0 before that is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """A state on its way to one client, as a SendOrder sees it. Instants are monotonic seconds.
+
+    Attributes:
+        seq_id: number of its stream, in order of arrival.
+        arrived_at, due_at: when it was asked for, and until when the client would have it; inf: it did not say.
+        left_s: how long the path needs for the rest; 0 where nothing is known of the path.
+    """
+
+    seq_id: int
+    arrived_at: float
+    due_at: float
+    left_s: float
+
+
+SendOrder = Callable[[Sequence[Sending], float], Sequence[Sending]]
+"""(states of one client that have something to send, now) -> the same, the first to send first (sched/deadlines.py)."""
 
 
 class CodecChooser(Protocol):

@@ -40,8 +40,8 @@ class Request:
 
     `prompt_logprobs` asks for the log probability of every prompt token (echo with logprobs). `forced_route` comes from
     X-Prfaas-Route and is only set when the configuration allows it. `deadline_s`, a duration from arrival, is for the
-    first token. `priority` follows from `service_class` ("": the first one). Without `uses_cache` nothing is looked up
-    in the prefix cache, and nothing kept there.
+    first token; within `due_s` it is in time (None: whenever it comes). `priority` follows from `service_class` ("":
+    the first one). Without `uses_cache` nothing is looked up in the prefix cache, and nothing kept there.
     """
 
     request_id: str
@@ -51,6 +51,7 @@ class Request:
     prompt_logprobs: int | None = None
     forced_route: Route | None = None
     deadline_s: float | None = None
+    due_s: float | None = None
     priority: int = 0
     tenant: str = ""
     service_class: str = ""

@@ -290,13 +290,13 @@ class ActiveRequest:
         except (PeerError, TransferError) as e:
             if isinstance(e, PeerCancelled) and self._is_cancelled:
                 return e
-            took_s = self._took(_now() - sent_at)
-            timing.failed_remote_s += took_s
-            self._dispatcher.metrics.failed_remote.labels(peer).observe(took_s)
             self._dispatcher.metrics.offload_failures.labels(peer, type(e).__name__).inc()
             if self._attempt is not None:
                 self._count_bytes(peer, self._attempt.prefill.report)
-                await self._keep_verified(generation, self._attempt)
+                await self._keep_verified(generation, self._attempt)  # threads may be writing still
+            took_s = self._took(_now() - sent_at)
+            timing.failed_remote_s += took_s
+            self._dispatcher.metrics.failed_remote.labels(peer).observe(took_s)
             extra = {"request_id": request_id, "peer": peer, "error": type(e).__name__, "kept": self._kept_tokens}
             has_left = client is not None and self._dispatcher.client(peer) is not client
             failure = f"peer {peer} left the configuration" if has_left else f"{type(e).__name__}: {e}"

@@ -82,9 +82,16 @@ class AdmissionConfig(Section):
 
 
 class SloConfig(Section):
-    """Targets of a request: metrics count how many met them (goodput). They change nothing. Changes by reload."""
+    """Targets of a request: metrics count how many met them (goodput), and `ttft` says what is done first. No request
+    is refused or ended for them. Changes by reload, for requests that come then.
+    """
 
-    ttft: Bound = key(math.inf, 'From arrival to the first token; "inf" is any time.', gt=0)
+    ttft: Bound = key(
+        math.inf,
+        'From arrival to the first token; "inf" is any time. Routing looks for a way that keeps it, and prefillds send'
+        " first the state of prompts that can still meet it. A request's deadline counts instead where it is shorter.",
+        gt=0,
+    )
     tpot: Bound = key(
         math.inf,
         "Between two tokens, in the mean of a choice: (last - first) / (tokens - 1); the slowest choice counts.",

@@ -34,11 +34,10 @@ class Deadline:
             self._timer.cancel()
 
     def from_now(self, request: Request, now: float) -> Request:
-        """The request as a peer gets it: its deadline counts from `now`, and is a little later than the one here."""
-        if self._demand.deadline_s is None:
-            return request
-        left_s = self._arrived_at + self._demand.deadline_s - now
-        return replace(request, deadline_s=max(0.0, left_s) + GRACE_S)
+        """The request as a peer gets it: its times count from `now`, and its deadline is a little later than here."""
+        passed_s = now - self._arrived_at
+        deadline_s, due_s = (None if s is None else max(0.0, s - passed_s) for s in (request.deadline_s, request.due_s))
+        return replace(request, deadline_s=None if deadline_s is None else deadline_s + GRACE_S, due_s=due_s)
 
     def error(self, stage: str, retry_after_s: float) -> Overloaded:
         """What the client is told: where it was, how long that took, and who set the deadline."""

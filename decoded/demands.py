@@ -11,8 +11,10 @@ from common.policy.views import Demand
 from common.request import Request
 
 
-def classify(request: Request, queue: FairQueue, default_deadline_s: float) -> tuple[Request, str]:
+def classify(request: Request, queue: FairQueue, default_deadline_s: float, target_s: float) -> tuple[Request, str]:
     """The request with its class, that one's priority and its deadline (None: none), and who has set the deadline.
+
+    Due it is within `target_s` (slo.ttft), or by its deadline where that comes first.
 
     Raises:
         InvalidRequest: there is no such class.
@@ -27,11 +29,13 @@ def classify(request: Request, queue: FairQueue, default_deadline_s: float) -> t
     facts = queue.class_of(name).facts
     setting = "admission.deadline" if request.deadline_s is None else "X-Prfaas-Deadline"
     deadline_s = default_deadline_s if request.deadline_s is None else request.deadline_s
+    due_s = min(deadline_s, target_s)
     return replace(
         request,
         service_class=facts.name,
         priority=facts.priority,
         deadline_s=None if deadline_s == inf else deadline_s,
+        due_s=None if due_s == inf else due_s,
     ), setting
 
 

@@ -108,7 +108,8 @@ class Dispatcher:
             self.check_open()
             if request.request_id in self.active:
                 raise InvalidRequest(f"request id {request.request_id!r} is in flight already", "X-Request-Id")
-            request, setting = classify(request, self.admission.queue, self.settings.deadline_s)
+            settings = self.settings
+            request, setting = classify(request, self.admission.queue, settings.deadline_s, settings.slo.ttft_s)
             state_bytes, now = self.backend.state_bytes(request.state_tokens, request.num_choices), time.monotonic()
             demand = demand_of(request, state_bytes, setting, now - arrived_at)
             is_queued = self.admission.offer(demand, now) == "queued"

@@ -99,6 +99,7 @@ def start_remote(
         tokens=request.prompt_tokens[:-1],
         start=start,
         deadline_s=request.deadline_s,
+        due_s=request.due_s,
         priority=request.priority,
         tenant_salt=request.tenant.encode(),
         pushes=held is not None,

@@ -85,10 +85,9 @@ class Router:
     ) -> RouteDecision:
         """Decide over the peers as they are now; `num_held_tokens` were cached here, or are left of failed attempts."""
         dispatcher, rules = self._dispatcher, self.rules
-        slo_s = min(x for x in (request.deadline_s, dispatcher.settings.slo.ttft_s) if x is not None)
         asked = request_view(
             dispatcher.info, request, failed_peers, num_held_tokens,
-            ttft_slo_s=slo_s if slo_s < inf else None, waited_s=waited_s,
+            ttft_slo_s=request.due_s, waited_s=waited_s,
         )  # fmt: skip
         if not failed_peers:
             self.controller.observe(asked.num_uncached_tokens)

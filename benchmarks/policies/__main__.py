@@ -13,9 +13,10 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks.policies.cells import CVS, LINKS_GBPS, POLICIES, SLOS, WORKLOADS, Cell, run, tuned
+from benchmarks.policies.cells import CVS, IN_ORDER, LINKS_GBPS, POLICIES, SLOS, WORKLOADS, Cell, run, tuned
 from common.policy.adaptive import WEIGHTS, Weights
 
 
@@ -43,18 +44,19 @@ def measure(cell: Cell, weights: Weights) -> dict[str, Any]:
 
 def markdown(cells: list[dict[str, Any]]) -> str:
     """Goodput by cell and SLO, then percentiles of the time to first token."""
-    head = "| workload | Gbit/s | CV | t, roles, binds | offered | SLO | adaptive | threshold | gain | local | remote |"
-    lines = [head, "|---" * 11 + "|"]
+    what = "t, roles, binds | offered | SLO | adaptive | threshold | gain | in order | local | remote |"
+    lines = [f"| workload | Gbit/s | CV | {what}", "|---" * 12 + "|"]
     for cell in cells:
         for slo in SLOS:
             rps = cell["goodput_rps"][slo]
             tuned_to = f"{cell['threshold_tokens']:.0f}, {cell['roles']}, {cell['binds']}"
             values = [*_where(cell), tuned_to, f"{cell['offered_rps']:.2f}", slo]
             values += [f"{rps['adaptive']:.2f}", f"{rps['threshold']:.2f}", f"{gain(cell, slo):+.0%}"]
+            values.append(f"{rps[IN_ORDER]:.2f}")
             values += [f"{rps['local-only']:.2f}", f"{rps['remote-only']:.2f}"]
             lines.append("| " + " | ".join(values) + " |")
-    lines += ["", "| workload | Gbit/s | CV | adaptive (10s) | adaptive (3x) | threshold | local-only | remote-only |"]
-    lines.append("|---" * 8 + "|")
+    what = "adaptive (10s) | (3x) | threshold | in order (10s) | (3x) | local-only | remote-only |"
+    lines += ["", f"| workload | Gbit/s | CV | {what}", "|---" * 10 + "|"]
     for cell in cells:
         shown = [_percentiles(one) for policy in POLICIES for one in cell["runs"][policy]]
         lines.append("| " + " | ".join([*_where(cell), *shown]) + " |")
@@ -65,10 +67,10 @@ def _where(cell: dict[str, Any]) -> list[str]:
     return [cell["workload"], f"{cell['gbps']:g}", f"{cell['cv']:g}"]
 
 
-def gain(cell: dict[str, Any], slo: str) -> float:
-    """Of adaptive's goodput over the threshold's."""
+def gain(cell: dict[str, Any], slo: str, over: str = "threshold") -> float:
+    """Of adaptive's goodput over another's."""
     rps = cell["goodput_rps"][slo]
-    return float(rps["adaptive"] / rps["threshold"] - 1)
+    return float(rps["adaptive"] / rps[over] - 1)
 
 
 def _percentiles(outcome: dict[str, Any]) -> str:
@@ -77,6 +79,7 @@ def _percentiles(outcome: dict[str, Any]) -> str:
 
 def verdict(cells: list[dict[str, Any]]) -> str:
     """How many cells are won, and which are not."""
+    same = [gain(c, slo, IN_ORDER) for c in cells for slo in SLOS]
     gains = {(c["workload"], c["gbps"], c["cv"], slo): gain(c, slo) for c in cells for slo in SLOS}
     tight = {(c["workload"], c["gbps"], c["cv"], s) for c in cells for s in SLOS if "link" in c["binds"]}
     tight |= {key for key in gains if key[0] == "shift"}
@@ -86,6 +89,10 @@ def verdict(cells: list[dict[str, Any]]) -> str:
         f"adaptive >= threshold in {len(gains) - len(lost)} of {len(gains)} cells",
         f"by 10 % or more in {clear} of the {len(tight)} where the link binds or the mix shifts",
     ]
+    lines.append(
+        f"over the threshold with the same order: >= in {sum(g >= 0 for g in same)} of {len(same)}, by 10 % or more in"
+        f" {sum(g >= 0.1 for g in same)}, median {median(same):+.1%}"
+    )
     for (name, gbps, cv, slo), g in sorted(lost.items(), key=lambda item: item[1]):
         lines.append(f"  lost: {name}, {gbps:g} Gbit/s, CV {cv:g}, SLO {slo}: {g:+.1%}")
     return "\n".join(lines)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import asdict
+from math import isfinite
 
+from common.linkfacts import PathEstimate
 from common.net.link import Link, unix_now
 from common.net.tcpinfo import tcp_info
 
@@ -35,6 +37,18 @@ def delivery_bps(links: Collection[Link]) -> float | None:
     busy = [link for link in links if link.bytes_out >= _MIN_RATE_BYTES and not link.is_loopback]
     rates = [info.delivery_bps for link in busy if (info := tcp_info(link.socket())) is not None]
     return sum(rates) if rates else None
+
+
+def path_facts(path: PathEstimate) -> dict[str, float]:
+    """What a client is told of its path."""
+    return {
+        "path_goodput_bps": path.goodput_bps,
+        "path_capacity_bps": path.capacity_bps,
+        "path_confidence": path.confidence,
+        "path_queueing_s": path.queueing_s,
+        "path_loss": path.loss,
+        **({"path_age_s": path.age_s} if isfinite(path.age_s) else {}),
+    }
 
 
 def security_facts(mode: str, control: Link | None) -> dict[str, object]:

@@ -87,8 +87,9 @@ class LinkOptions:
 class RemoteRequest:
     """Compute the state of `tokens` (the prompt without its last token) from `start` on.
 
-    `codecs` in order of preference; empty = what LinkOptions.codec says. `deadline_s` counts from prefill(). `pushes`:
-    the state of [held, start) is sent to the peer, which need not compute it and should have [0, held) in its cache.
+    `codecs` in order of preference; empty = what LinkOptions.codec says. `deadline_s` and `due_s` count from prefill():
+    how long to wait, and within how many seconds the state would be in time. `pushes`: the state of [held, start) is
+    sent to the peer, which need not compute it and should have [0, held) in its cache.
     """
 
     request_id: str
@@ -100,6 +101,7 @@ class RemoteRequest:
     codecs: tuple[str, ...] = ()
     pushes: bool = False
     held: int = 0
+    due_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,6 +197,7 @@ class PeerClient:
             token_hash=bytes(16),
             pushes=request.pushes and source is not None,
             held=request.held if request.pushes and source is not None else 0,
+            due_s=request.due_s,
         )
         tokens = pack_tokens(request.tokens)
         stream = self._session.request(message, tokens, sink.buffers, now())

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from common.errors import AuthFailed, LinkLost, StartupError, TlsFailed, UnknownFrame
 from common.hosts import is_loopback
-from common.linkfacts import CodecChooser, EgressControl, LinkKey, PathEstimate
+from common.linkfacts import CodecChooser, EgressControl, LinkKey, PathEstimate, SendOrder
 from common.net.codecs import CodecPool
 from common.net.ends import connection_config
 from common.net.governor import Governor
@@ -57,6 +57,8 @@ class PrefillServer:
         self.is_draining = False
         self.choosers: dict[str, CodecChooser] = {}
         """By codec: whether a segment is worth encoding; a codec without one always is."""
+        self.order: SendOrder | None = None
+        """Whose state of a client is sent first; without, whoever asked first."""
         self.on_refused: Callable[[Closed, str], None] | None = None
         """Told of every connection that ends before its handshake is done, with the address it came from."""
         self.on_lost: Callable[[Closed, str], None] | None = None
@@ -278,6 +280,7 @@ class PrefillServer:
             credit_bytes=self.options.credit_bytes,
             is_sealed=self.local.security.mode == "tls",
         )
+        peer.ordering.order = self.order
         peer.governor, peer.choosers = self._governor, self.choosers
         peer.on_idle, peer.on_refused = self._sweep, self._stream_refused
         peer.load = lambda: self.load(peer.name) if self.load is not None else {}

@@ -20,9 +20,10 @@ from common.linkfacts import CodecChooser, PathEstimate
 from common.net.codecs import INLINE_BYTES, CodecPool
 from common.net.governor import Governor
 from common.net.link import Link, now
-from common.net.linkview import delivery_bps, link_rows, security_facts
+from common.net.linkview import delivery_bps, link_rows, path_facts, security_facts
 from common.net.measure import FillerSource
 from common.net.options import PeerId, Trace
+from common.net.send_order import SendOrdering
 from common.net.server_stream import ServerStream, StreamPort
 from common.net.striping import fill_in_turn
 from common.wire.buffers import BUFFERS
@@ -73,6 +74,7 @@ class ServerPeer:
         self.session = ServerSession(
             ours, layout, vocab_size, partial(secrets.token_bytes, 16), credit_bytes=credit_bytes, is_sealed=is_sealed
         )
+        self.ordering = SendOrdering(self.session, self._path_bps)
         self.session_id = b""
         self.session_key: bytes | None = None
         self.control: Link | None = None
@@ -237,6 +239,7 @@ class ServerPeer:
 
     def pump(self) -> None:
         """Give every data link with room a piece, in turn, until there is none."""
+        self.ordering.look(served for served, _ in self._streams.values())
         fill_in_turn(self.data.values(), self._send_next, lambda: (self.session.num_waiting, self._piece_bytes()))
 
     def _send_next(self, link: Link) -> bool:
@@ -344,15 +347,7 @@ class ServerPeer:
         if path is None or peer is None or self.governor is None:
             return {}
         control = next((link.congestion_control for link in self.data.values()), "")
-        return {
-            "path_goodput_bps": path.goodput_bps,
-            "path_capacity_bps": path.capacity_bps,
-            "path_confidence": path.confidence,
-            "path_queueing_s": path.queueing_s,
-            "path_loss": path.loss,
-            **({"path_age_s": path.age_s} if isfinite(path.age_s) else {}),
-            "wanted_data_links": self.governor.control.num_links(peer.instance, control),
-        }
+        return path_facts(path) | {"wanted_data_links": self.governor.control.num_links(peer.instance, control)}
 
     def _path_bps(self) -> float:
         path = self.path

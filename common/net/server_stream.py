@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from common.backend import ComputedSegment, StateSink
 from common.errors import LinkLost, LocalProtocolError, PeerError
 from common.layout import StateLayout
-from common.linkfacts import CodecChooser
+from common.linkfacts import CodecChooser, Sending
 from common.net.codecs import CodecPool
 from common.net.link import now
 from common.net.options import PeerId, RemoteRequest, Trace
@@ -62,6 +63,7 @@ class ServerStream:
             codecs=prefill.codecs,
             pushes=prefill.pushes,
             held=prefill.held,
+            due_s=prefill.due_s,
         )
         self.push: PushIn | None = None
         self.is_taking_push = False
@@ -71,7 +73,8 @@ class ServerStream:
         self._waiters: dict[asyncio.Future[None], None] = {}  # woken in the order in which they came
         self._over = asyncio.Event()
         self.is_completing = False
-        self._moved_at = now()
+        self._moved_at = self._arrived_at = now()
+        self._raw_bytes = port.layout.transfer_bytes(prefill.start, prefill.num_tokens)
 
     @property
     def staged_bytes(self) -> int:
@@ -87,6 +90,20 @@ class ServerStream:
     def is_over(self) -> bool:
         """True after Complete was acknowledged, a failure, a cancel or the end of the lease."""
         return self._stream.is_over
+
+    @property
+    def has_waiting(self) -> bool:
+        """Something of it waits for a link."""
+        return self._stream.departures.num_waiting > 0
+
+    def sending(self, path_bps: float) -> Sending:
+        """What is left of it, computed or not; as well compressed as what has arrived."""
+        sent = self._stream.departures
+        ratio = sent.acked_bytes / sent.acked_raw_bytes if sent.acked_raw_bytes else 1.0
+        left_bytes = ratio * max(0, self._raw_bytes - sent.acked_raw_bytes)
+        due_s = self.request.due_s if self.request.due_s is not None else inf
+        left_s = 8 * left_bytes / path_bps if path_bps > 0 else 0.0
+        return Sending(self._stream.stream_id, self._arrived_at, self._arrived_at + due_s, left_s)
 
     def stalled_s(self, at: float) -> float:
         """Seconds for which the peer took nothing of what waits for it; ask every now and then.

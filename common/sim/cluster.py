@@ -62,6 +62,8 @@ class Cluster:
         decision = decide(view, peers, local, self.rules, is_told=self._on_decision is not None)
         if self._on_decision is not None:
             self._on_decision(view, peers, local, decision)
+        if view.ttft_slo_s is not None:
+            request.due_at = request.arrived_at + view.ttft_slo_s
         request.reason, request.predicted_ttft_s = decision.reason, decision.predicted_ttft_s
         request.num_held = request.num_sent_rows = view.num_held_tokens
         if view.num_uncached_tokens <= 0:
@@ -108,11 +110,13 @@ class Cluster:
         if not is_remote:
             self._put(node, request, start, tokens, partial(self._own_chunk, None))
             return
-        self.beliefs.promised[node.name] += view.raw_bytes * self.deployment.codec_ratio
+        request.left_bytes = view.raw_bytes * self.deployment.codec_ratio
+        self.beliefs.promised[node.name] += request.left_bytes
         request.is_all_computed = False
         if decision.push_tokens:
             pushed = self.deployment.state.num_bytes(start, min(there, start))
-            self.uplink.send(pushed * self.deployment.codec_ratio, node.put, request, start, tokens, self._remote_chunk)
+            pushed *= self.deployment.codec_ratio
+            self.uplink.send(pushed, request, node.put, start, tokens, self._remote_chunk)
         else:
             node.put(request, start, tokens, self._remote_chunk)
 
@@ -133,7 +137,7 @@ class Cluster:
         encoded = raw * self.deployment.codec_ratio
         num = max(1, math.ceil(self.deployment.import_s * raw / PIECE_S))
         every_s = (ends_at - self.loop.now) / num
-        self.link.send(encoded / num, self._piece_sent, request, ends_at, encoded / num, num - 1, every_s)
+        self.link.send(encoded / num, request, self._piece_sent, ends_at, encoded / num, num - 1, every_s)
 
     def _piece_sent(
         self, request: SimRequest, ends_at: float, num_bytes: float, num_left: int, every_s: float
@@ -143,7 +147,7 @@ class Cluster:
         self._take_in(request, self.deployment.import_s * num_bytes / self.deployment.codec_ratio)
         if num_left:
             leaves_at = ends_at - num_left * every_s
-            args = num_bytes, self._piece_sent, request, ends_at, num_bytes, num_left - 1, every_s
+            args = num_bytes, request, self._piece_sent, ends_at, num_bytes, num_left - 1, every_s
             if self.loop.now < leaves_at:
                 self.loop.at(leaves_at, self.link.send, *args)
             else:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from common.policy.costs import StateSize
 from common.policy.profile import NodeProfile
 from common.sim.caches import BlockCache
-from common.sim.links import Link
+from common.sim.links import EvenLink, OrderedLink
 from common.sim.loop import Loop
 from common.sim.mixing import Mixing
 from common.sim.nodes import DecodeNode, PrefillNode, Processor
@@ -34,6 +34,7 @@ class Deployment:
         max_sharing: prompts that take turns at a node of the own and of the remote site; 1 is one after the other.
         import_s: what taking in state costs decoded's processor for each raw byte, as it arrives: neither prompts nor
             streams get on meanwhile.
+        sends_in_order: remote nodes send state by state, as prefilld does; otherwise all states share the path evenly.
         lead_s: what a request takes beside computing, sending and decoding (HTTP, handing over), at either site.
     """
 
@@ -56,6 +57,7 @@ class Deployment:
     max_sharing: tuple[int, int] = (1, 1)
     lead_s: tuple[float, float] = (0.0, 0.0)
     import_s: float = 0.0
+    sends_in_order: bool = True
 
     @property
     def mixed_slowdown(self) -> float:
@@ -83,8 +85,9 @@ class Hardware:
             raise ValueError(f"profile {d.own.name!r} does not decode, so it cannot stand at decoded's site")
         if not d.does_local_prefill and not d.num_remote and not d.num_prefill:
             raise ValueError("there is no node that prefills")
-        self.link = Link(self.loop, d.egress_bps, d.rate_changes)
-        self.uplink = Link(self.loop, d.egress_bps, d.rate_changes)
+        kind = OrderedLink if d.sends_in_order else EvenLink
+        self.link = kind(self.loop, d.egress_bps, d.rate_changes)
+        self.uplink = EvenLink(self.loop, d.egress_bps, d.rate_changes)
         own, remote = d.max_sharing
         self.remote = [self._node(d.remote, f"remote{n}", remote) for n in range(d.num_remote)]
         self.prefill = [self._node(d.own, f"own{n}", own) for n in range(d.num_prefill)]

@@ -43,7 +43,10 @@ class Shape:
 
 @dataclass(slots=True, eq=False)
 class SimRequest:
-    """A request on its way: what is asked, where it was prefilled, and when things happened (virtual seconds)."""
+    """A request on its way: what is asked, where it was prefilled, and when things happened (virtual seconds).
+
+    `left_bytes` of its state, encoded, are still to come over the path.
+    """
 
     number: int
     arrived_at: float
@@ -60,6 +63,8 @@ class SimRequest:
     num_sent_rows: int = 0
     num_pending: int = 0
     is_all_computed: bool = False
+    due_at: float = math.inf
+    left_bytes: float = 0.0
     first_token_at: float = 0.0
     done_at: float = 0.0
 

@@ -17,7 +17,7 @@ import xxhash
 from common.wire.messages import Piece, Prefill
 
 _HEAD = struct.Struct(">IIIQQ16sI")
-_REQUEST = struct.Struct(">IIh?I?d")
+_REQUEST = struct.Struct(">IIh?I?d?d")
 
 
 def segment_digest(parts: Iterable[bytes | memoryview]) -> bytes:
@@ -45,10 +45,9 @@ def extend(digest: bytes, segment: Piece) -> bytes:
 
 def token_hash(prefill: Prefill, payload: bytes | bytearray | memoryview) -> bytes:
     """16 bytes over the tokens and every other field of a Prefill but `limit`, which changes when it is repeated."""
-    deadline_s = prefill.deadline_s
-    has_deadline = deadline_s is not None
     asked = (prefill.start, prefill.num_tokens, prefill.priority, prefill.pushes, prefill.held)
-    facts = (*asked, has_deadline, deadline_s or 0.0)
+    times = (prefill.deadline_s, prefill.due_s)
+    facts = (*asked, *(part for time_s in times for part in (time_s is not None, time_s or 0.0)))
     texts = (prefill.request_id.encode(), prefill.salt, *(c.encode() for c in prefill.codecs))
     state = hashlib.blake2b(_REQUEST.pack(*facts), digest_size=16)
     state.update(len(texts).to_bytes(2, "big") + b"".join(map(_sized, texts)))

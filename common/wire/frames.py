@@ -17,7 +17,7 @@ from typing import NamedTuple
 from common.errors import BadMagic, BadMessage, ChecksumMismatch, UnknownFrame, VersionMismatch
 
 MAGIC = b"PF"
-VERSION = 5
+VERSION = 6
 FRAME_BYTES = 24
 MAX_HEADER_BYTES = 16384
 MAX_EARLY_HEADER_BYTES = 512

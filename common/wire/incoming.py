@@ -70,7 +70,7 @@ class ReceiveStream:
         self._handle = b""
         self.num_cached = 0
         """Tokens that the peer needed not compute."""
-        self._deadline_s = prefill.deadline_s
+        self._asked = (prefill.deadline_s, prefill.due_s)
         self._complete: Complete | None = None
         self._reset()
 
@@ -238,11 +238,11 @@ class ReceiveStream:
     # ---- ending
 
     def request(self, limit: int, now: float) -> Prefill:
-        """The message that asks, for the first time or again, with what is left of the deadline."""
+        """The message that asks, for the first time or again, with what is left of its times."""
         self._step(Do.REQUEST)
         asked_at = self.marks.requested_at = self.marks.requested_at or now
-        left_s = None if self._deadline_s is None else max(0.0, self._deadline_s - (now - asked_at))
-        self.prefill = seal(replace(self.prefill, limit=limit, deadline_s=left_s), self.tokens)
+        deadline_s, due_s = (None if s is None else max(0.0, s - (now - asked_at)) for s in self._asked)
+        self.prefill = seal(replace(self.prefill, limit=limit, deadline_s=deadline_s, due_s=due_s), self.tokens)
         self._reset()
         return self.prefill
 

@@ -141,6 +141,8 @@ class Status(Message):
 class Prefill(Message):
     """Compute the state of [start, num_tokens) of the tokens in the payload. `token_hash`: see digest.py.
 
+    `deadline_s`: how long the client waits for it; `due_s`: within how many seconds it would have it, later is late.
+
     `pushes`: the client sends the state of [held, start), so that it need not be computed; [0, held) is in the server's
     prefix cache, as far as the client knows.
     """
@@ -157,6 +159,7 @@ class Prefill(Message):
     token_hash: Annotated[bytes, blob(16)]
     pushes: Annotated[bool, flag] = False
     held: Annotated[int, uint(_U31)] = 0
+    due_s: Annotated[float | None, maybe_duration] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """prefilld's streams for one client process, without I/O; they outlive control links (lease, Resume).
 
-Messages in, events out; pieces are pulled with `next_piece(link)`, one stream after another; after each call on a
+Messages in, events out; pieces are pulled with `next_piece(link)`; after each call on a
 SendStream the caller runs `settle(stream)`. Knows no socket, clock, thread or codec. Called by net/server.py.
 """
 
@@ -244,7 +244,6 @@ class ServerSession(Session):
             self._events.append(StreamRefused(prefill, refusal))
             return
         self.streams[stream_id] = stream
-        self._turns.append(stream_id)
         self._events.append(StreamRequested(stream))
 
     def _check(self, prefill: Prefill, tokens: bytearray) -> None:

@@ -6,8 +6,7 @@ clock, thread or codec. prefilld's end is serving.py; both share Out and the eve
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -122,7 +121,7 @@ class Session:
     def __init__(self, ours: HelloAck, layout: StateLayout, credit_bytes: int, *, is_sealed: bool = False) -> None:
         self.ours, self.layout, self.is_sealed = ours, layout, is_sealed
         self._credit = CreditPool(credit_bytes, ours.max_segment_bytes)
-        self._turns: deque[int] = deque()
+        self._first: tuple[int, ...] = ()
         self.peer: HelloAck | None = None
         self.is_attached = False
         self.detached_at = 0.0
@@ -146,17 +145,20 @@ class Session:
         )
 
     def next_piece(self, link: int) -> OutPiece | None:
-        """The next piece for that link, streams in turn; None when nothing may be sent."""
-        for _ in range(len(self._turns)):
-            stream = self.streams.get(self._turns[0])
-            if stream is None:
-                self._turns.popleft()
-                continue
-            self._turns.rotate(-1)
-            piece = stream.next_piece(link)
+        """The next piece for that link, of the first stream that has one and may send it; None: nobody may.
+
+        Whole states one after the other: sent side by side, all would be there as late as the last one.
+        """
+        for stream_id in (*self._first, *self.streams):
+            stream = self.streams.get(stream_id)
+            piece = stream.next_piece(link) if stream is not None else None
             if piece is not None:
                 return piece
         return None
+
+    def arrange(self, first: Iterable[int]) -> None:
+        """These streams send first, in this order; the others follow as they came."""
+        self._first = tuple(first)
 
     def take_outbox(self) -> list[Out]:
         """Messages for the control link since the last call."""
@@ -252,8 +254,6 @@ class ClientSession(Session):
         if stream is not None:
             with self._lies_end(stream):
                 stream.receive(message, now)
-            if isinstance(message, PushAck) and stream_id not in self._turns:
-                self._turns.append(stream_id)
             if stream.push is not None and isinstance(message, PushAck | Started):
                 self._events.append(PushMoved(stream))
             self._arrived(stream)

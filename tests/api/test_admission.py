@@ -165,11 +165,13 @@ async def test_a_deadline_is_for_the_first_token_alone():
 
 
 async def test_a_peer_gets_what_is_left_of_the_deadline():
-    request = Request("r", (1, 2, 3), SamplingParams(max_tokens=1), deadline_s=10.0)
+    request = Request("r", (1, 2, 3), SamplingParams(max_tokens=1), deadline_s=10.0, due_s=7.0)
     now = time.monotonic()
     deadline = Deadline(demand_of(request, 1, "admission.deadline", 0.0), now - 4.0, lambda: None)
     assert deadline.from_now(request, now + 1.0).deadline_s == pytest.approx(5.0 + GRACE_S)
+    assert deadline.from_now(request, now + 1.0).due_s == pytest.approx(2.0)
     assert deadline.from_now(request, now + 100.0).deadline_s == GRACE_S
+    assert deadline.from_now(request, now + 100.0).due_s == 0.0
     deadline.cancel()
 
 

@@ -113,6 +113,7 @@ def _want(rng: random.Random, number: int, plan: Plan, num_decodeds: int, num_pr
         num_tokens=num_tokens,
         start=start,
         deadline_s=rng.choice((0.1, 0.6, 3.0, 20.0)) if rng.random() < 0.3 else None,
+        due_s=rng.choice((0.0, 0.2, 1.0, 5.0)) if rng.random() < 0.5 else None,
         cancel_s=rng.choice((0.0, 0.05, 0.3, 1.0)) * rng.random() if rng.random() < 0.15 else None,
         num_output=rng.choice((1, 1, 1, 4)),
         pushes=0 < start < num_tokens and rng.random() < 0.6,

@@ -216,6 +216,10 @@ class Faults:
     def _unslow(self, ways: list[Way], before: list[Way]) -> None:
         for way, old in zip(ways, before, strict=True):
             way.__dict__.update(old.__dict__)
+        for connection in self.net.connections:
+            for end in connection.ends:  # one that was opened meanwhile on a detour has a way of its own
+                usual = self.net.way(end.host, end.peer.host)
+                end.way.rate, end.way.capacity, end.way.burst = usual.rate, usual.capacity, usual.burst
 
     # ---- hosts
 

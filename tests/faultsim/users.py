@@ -36,6 +36,7 @@ class Want:
     num_tokens: int = 40
     start: int = 0
     deadline_s: float | None = None
+    due_s: float | None = None
     cancel_s: float | None = None
     num_output: int = 1
     codec: str = "raw"
@@ -154,6 +155,7 @@ class User:
             want.tokens[:-1],
             want.start,
             deadline_s=want.deadline_s,
+            due_s=want.due_s,
             codecs=(want.codec,),
             tenant_salt=want.tenant.encode(),
             pushes=pushes,

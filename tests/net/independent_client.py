@@ -68,7 +68,7 @@ class Link:
 
     def send(self, kind, stream=0, payload=b"", **fields):
         header = msgpack.packb(fields)
-        head = struct.pack(">2sBBHHIII", b"PF", 5, kind, 0, len(header), stream, len(payload), zlib.crc32(header))
+        head = struct.pack(">2sBBHHIII", b"PF", 6, kind, 0, len(header), stream, len(payload), zlib.crc32(header))
         frame = head + struct.pack(">I", zlib.crc32(head)) + header + payload
         self.sock.sendall(frame)
         return frame
@@ -79,7 +79,7 @@ class Link:
         *fixed, kind, flags, length, stream, size, check = struct.unpack(">2sBBHHIII", head[:20])
         expect(zlib.crc32(head[:20]) == int.from_bytes(head[20:], "big"), "head check")
         is_small = length <= self.max_header and size <= (MAX_PIECE if kind == PIECE else 0)
-        expect((*fixed, flags) == (b"PF", 5, 0) and is_small, f"fixed header {head}")
+        expect((*fixed, flags) == (b"PF", 6, 0) and is_small, f"fixed header {head}")
         header = self._read(length)
         expect(zlib.crc32(header) == check, "header check")
         fields = msgpack.unpackb(header)
@@ -114,7 +114,7 @@ class Client:
         """What [start, len(tokens)) needs: for each layer, for each of its tensors, the bytes of its rows."""
         self.stream, self.limit, stop = self.stream + 1, MAX_SEGMENT, len(tokens)
         payload, texts = struct.pack(f"<{stop}I", *tokens), [text.encode() for text in (request_id, "", *codecs)]
-        said = struct.pack(">IIhBIBdH", start, stop, 0, 0, 0, 0, 0.0, len(texts))
+        said = struct.pack(">IIhBIBdBdH", start, stop, 0, 0, 0, 0, 0.0, 0, 0.0, len(texts))
         said += b"".join(struct.pack(">H", len(text)) + text for text in texts) + payload
         self.digests, self.segments, self.landed = [hashlib.blake2b(said, digest_size=16).digest()], {}, {}
         self.unclaimed = [set(needed(kind, window, start, stop)) for kind, window, _ in self.layout]
@@ -127,6 +127,7 @@ class Client:
             "token_hash": self.digests[0],
             "pushes": False,
             "held": 0,
+            "due_s": None,
         }
         self.control.send(PREFILL, self.stream, payload, **asked)
         self._receive_all(stop)

@@ -23,6 +23,7 @@ from common.errors import (
     TransferTimeout,
 )
 from common.net.pool import PeerClient
+from common.wire.frames import MAGIC, VERSION, FrameType
 from tests.net.rig import FAST, WIDE, Rig, State, end, on_loops, on_uvloop, rigged
 
 BIG = 4000
@@ -126,7 +127,7 @@ async def test_session_cut_while_the_answer_to_resume_is_on_its_way():
             await asyncio.sleep(0.01)
 
         def mangle(index, data):
-            if b"PF\x05\x11" in data and not lost:  # Accepted
+            if bytes((*MAGIC, VERSION, FrameType.ACCEPTED)) in data and not lost:  # Accepted
                 lost.append(index)
                 rig.proxy.cut(index)
                 return b""

@@ -16,6 +16,7 @@ import pytest
 
 from common.net.options import LinkOptions
 from common.net.server import ServerStream
+from common.wire.frames import MAGIC, VERSION
 from tests.net import independent_client
 from tests.net.independent_client import COMPLETE, PIECE, PROGRESS, Client, Link, needed
 from tests.net.rig import FAST, KEY, WIDE, Proxy, Rig, both_loops, end, on_uvloop
@@ -54,7 +55,7 @@ class Forger:
     """Changes one bit of the first frame of a type on its way down: `at` counts from its msgpack header on."""
 
     def __init__(self, kind: int, at: int, *, link: int = 0, is_sealed: bool = False) -> None:
-        self.start, self.at, self.link, self.is_sealed = b"PF\x05" + bytes([kind]), at, link, is_sealed
+        self.start, self.at, self.link, self.is_sealed = MAGIC + bytes((VERSION, kind)), at, link, is_sealed
         self.is_done = False
 
     def __call__(self, index: int, data: bytes) -> bytes:

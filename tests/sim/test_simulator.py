@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from copy import copy
 
 import numpy as np
@@ -15,7 +16,7 @@ from common.policy.threshold import ThresholdController
 from common.policy.views import record, replayed
 from common.sim.caches import BlockCache
 from common.sim.cluster import Cluster
-from common.sim.links import Link, tcp_bps
+from common.sim.links import EvenLink, OrderedLink, tcp_bps
 from common.sim.loop import Loop
 from common.sim.nodes import DecodeNode, PrefillNode, Processor
 from common.sim.report import Slo, goodput_rps
@@ -72,24 +73,60 @@ def test_prediction_is_exact_where_the_router_knows_all():
     assert sum(cluster.beliefs.promised.values()) == pytest.approx(0.0, abs=1.0)
 
 
+def sent(number, *, node="remote0", num_bytes=0.0, at=0.0, due_at=math.inf):
+    request = one(101, number=number, at=at)
+    request.node, request.left_bytes, request.due_at = node, num_bytes, due_at
+    return request
+
+
 def test_link_is_shared_evenly_and_follows_its_rate():
     loop, ends = Loop(), {}
-    link = Link(loop, 800.0, changes=[(2.0, 400.0)])
-    link.send(100, lambda: ends.setdefault("a", loop.now))
-    link.send(200, lambda: ends.setdefault("b", loop.now))
+    link = EvenLink(loop, 800.0, changes=[(2.0, 400.0)])
+    for number, num_bytes in ((0, 100), (1, 200)):
+        link.send(num_bytes, sent(number), lambda request: ends.setdefault(request.number, loop.now))
     loop.run()
     # 50 bytes/s each until 2 s, when the first is done; then 50 bytes/s for the other's 100 left.
-    assert ends == {"a": pytest.approx(2.0), "b": pytest.approx(4.0)}
+    assert ends == {0: pytest.approx(2.0), 1: pytest.approx(4.0)}
     assert link.busy_s == pytest.approx(4.0)
 
 
-def test_link_carries_all_bytes_whatever_comes_when():
+def test_nodes_send_state_by_state_and_share_the_link():
+    loop, ends = Loop(), {}
+    link = OrderedLink(loop, 800.0, changes=[(3.0, 400.0)])
+    for request in (sent(0, num_bytes=100), sent(1, num_bytes=200), sent(2, num_bytes=100, node="remote1")):
+        link.send(request.left_bytes, request, lambda request: ends.setdefault(request.number, loop.now))
+    loop.run()
+    # Two nodes with 50 bytes/s each until 2 s, when the firsts are done; 100 bytes/s, and 50 from 3 s on.
+    assert ends == {0: pytest.approx(2.0), 2: pytest.approx(2.0), 1: pytest.approx(5.0)}
+    assert link.busy_s == pytest.approx(5.0) and link.num_bytes == 400
+
+
+def test_a_node_sends_first_what_can_be_in_time():
+    loop, ends = Loop(), {}
+    link = OrderedLink(loop, 800.0)
+    requests = [sent(0, num_bytes=900), sent(1, num_bytes=300, due_at=2.5), sent(2, num_bytes=100, at=1.0, due_at=3.0)]
+    for request in requests:
+        first, rest = request.left_bytes / 2, request.left_bytes / 2
+        arguments = (
+            first,
+            request,
+            lambda r, rest=rest: link.send(rest, r, lambda r: ends.setdefault(r.number, loop.now)),
+        )
+        loop.at(request.arrived_at, link.send, *arguments)
+    loop.run()
+    assert ends == {2: pytest.approx(2.0), 0: pytest.approx(10.0), 1: pytest.approx(13.0)}
+    assert all(r.left_bytes == pytest.approx(0.0, abs=1e-6) for r in requests)
+
+
+@pytest.mark.parametrize("kind", [EvenLink, OrderedLink])
+def test_link_carries_all_bytes_whatever_comes_when(kind):
     rng = np.random.default_rng(3)
     loop, ends = Loop(), []
-    link = Link(loop, 8000.0)
+    link = kind(loop, 8000.0)
     sizes = rng.integers(1, 5000, 200)
-    for at, size in zip(np.sort(rng.uniform(0, 20, 200)), sizes, strict=True):
-        loop.at(float(at), link.send, float(size), lambda: ends.append(loop.now))
+    for n, (at, size) in enumerate(zip(np.sort(rng.uniform(0, 20, 200)), sizes, strict=True)):
+        request = sent(n, node=f"remote{n % 3}", num_bytes=float(size), at=float(at), due_at=float(at + n % 7))
+        loop.at(float(at), link.send, float(size), request, lambda _: ends.append(loop.now))
     loop.run()
     assert len(ends) == 200
     assert link.busy_s == pytest.approx(sizes.sum() / 1000)

@@ -8,7 +8,7 @@ from common.errors import BadMagic, BadMessage, ChecksumMismatch, UnknownFrame, 
 from common.wire.frames import NOWHERE, FrameHead, FrameType, Target, check_header, checksum, pack_head, parse_head
 
 PIECE = FrameHead(FrameType.PIECE, 0x01020304, 0x0506, 0x0708090A, 0x0B0C0D0E)
-PIECE_BYTES = bytes.fromhex("5046 05 15 0000 0506 01020304 0708090a 0b0c0d0e 84f6eeba")
+PIECE_BYTES = bytes.fromhex("5046 06 15 0000 0506 01020304 0708090a 0b0c0d0e 6e7033d8")
 
 
 def test_head_bytes():

@@ -111,8 +111,8 @@ OTHERS = {
     "segment digest of 'statebyt'": segment_digest([b"state", b"byt"]),
     "running digest after Piece": extend(PREFILL.token_hash, PIECE),
     "token hash of Prefill": token_hash(PREFILL, TOKENS),
-    "token hash of Prefill with deadline 2.5 and salt 'ab'": token_hash(
-        replace(PREFILL, deadline_s=2.5, salt=b"ab"), TOKENS
+    "token hash of Prefill with deadline 2.5, due 1.5 and salt 'ab'": token_hash(
+        replace(PREFILL, deadline_s=2.5, due_s=1.5, salt=b"ab"), TOKENS
     ),
 }
 DOC = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()

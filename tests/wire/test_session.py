@@ -695,12 +695,28 @@ def test_eight_streams_with_less_credit_than_one_needs_all_finish():
     assert all(sink.equals(source, 0, 600) for _, _, source, sink in runs)
 
 
-def test_streams_take_turns():
+def test_states_go_whole_one_after_the_other():
     ends = Ends(FULL)
     for _ in range(3):
         transfer(ends, num_tokens=600, chunk=80)
     ends.talk()
-    assert [ends.server.next_piece(1).stream_id for _ in range(6)] == [1, 2, 3, 1, 2, 3]
+    assert order_sent(ends) == [1, 2, 3]
+
+
+def test_states_go_in_the_order_that_was_arranged():
+    ends = Ends(FULL)
+    for _ in range(4):
+        transfer(ends, num_tokens=600, chunk=80)
+    ends.talk()
+    ends.server.arrange((3, 9, 2))  # one that is over
+    assert order_sent(ends) == [3, 2, 1, 4]
+
+
+def order_sent(ends):
+    """Streams in the order in which they send all that they may."""
+    order = [piece.stream_id for piece in iter(lambda: ends.server.next_piece(1), None)]
+    assert len(order) > 2 * len(set(order)), "several pieces each"
+    return [stream for n, stream in enumerate(order) if not n or order[n - 1] != stream]
 
 
 # ---- pieces that lie
