@@ -30,6 +30,7 @@ class PrefillTask:
     `start` > 0 means the receiver holds [0, start); what the engine itself must recompute for that is its own affair.
     With `is_pushed` the state of [held, start) is put into the job's `sink` if the job `wants_push`, and nothing is
     computed before `import_done`. `salt`: whose prefixes may be found, and find these; without `uses_cache` nobody's.
+    Within `due_s` from now it is in time (None: whenever it is done).
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class PrefillTask:
     held: int = 0
     salt: bytes = b""
     uses_cache: bool = True
+    due_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +247,10 @@ class Backend(Protocol):
         """Stop the engine thread; whatever runs ends with EngineDead."""
 
     async def open(self, request: Request) -> Generation:
-        """Reserve state memory for the request and all its choices. Raises RequestFailed when it can never fit."""
+        """Reserve state memory for the request and all its choices; its `due_s` counts from now.
+
+        Raises RequestFailed when it can never fit.
+        """
 
     def prefill(self, task: PrefillTask) -> PrefillJob:
         """Start computing the state of a prompt. It is queued fairly among the others."""

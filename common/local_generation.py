@@ -11,6 +11,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING
 
 from common.backend import StateSink, StateSource
@@ -39,7 +40,7 @@ class LocalGeneration(Outputs[TokenOutput | PromptLogprobs]):
         self._has_sink = self._has_state = False
         self._num_kept = 0
         self._capacity = min(request.state_tokens, backend.info.max_context)
-        sampling = request.sampling
+        sampling, now = request.sampling, time.monotonic()
         choices = [
             Sequence(
                 seq_id=next(backend.ids),
@@ -50,6 +51,8 @@ class LocalGeneration(Outputs[TokenOutput | PromptLogprobs]):
                 choice=choice,
                 seed=sampling.seed if sampling.seed is not None else secrets.randbits(63),
                 priority=request.priority,
+                arrived_at=now,
+                due_at=inf if request.due_s is None else now + request.due_s,
                 prompt_logprobs=request.prompt_logprobs,
                 split_at=0 if found is None else found.split_at,
                 keeps_state=found is not None,

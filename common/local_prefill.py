@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from math import inf
 from typing import TYPE_CHECKING
 
 from common.backend import ChunkDone, ComputedSegment, PrefillTask, StateSink
@@ -37,6 +38,8 @@ class LocalPrefill(Outputs[ComputedSegment | ChunkDone]):
             slot=backend.executor.new_slot(len(task.tokens)),
             start=task.start,
             priority=task.priority,
+            arrived_at=(now := time.monotonic()),
+            due_at=inf if task.due_s is None else now + task.due_s,
             is_held=True,
             keeps_state=cache is not None,
         )

@@ -195,7 +195,7 @@ class EngineWorker:
 
     def _step(self) -> bool:
         self.scheduler.takes_chunks = self.executor.takes_chunks
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(time.monotonic())
         if batch is None:
             return False
         self.num_steps += 1

@@ -186,11 +186,11 @@ class ActiveRequest:
     async def _life(self) -> AsyncIterator[TokenOutput | PromptLogprobs]:
         if not await self._wait_admitted():
             return
-        generation = self._generation = await self._dispatcher.backend.open(self.request)
+        request = self._deadline.from_now(self.request, _now())
+        generation = self._generation = await self._dispatcher.backend.open(request)
         self._kept_tokens = self.report.num_cached_tokens = self._num_own_cached = generation.num_cached_tokens
         self._prefixes = generation.prefixes
         if self._prefixes is not None and self._kept_tokens:
-            request = self.request
             self._dispatcher.hot.note(request.prompt_tokens, self._kept_tokens, request.tenant, self._prefixes)
         if not await self._prefill(generation):
             return

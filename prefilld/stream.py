@@ -177,6 +177,7 @@ class StreamHandler:
         await stream.accept(num_queued=len(self.admission.queue))
         await self._admitted[record.key].wait()
         request = stream.request
+        due_s = None if request.due_s is None else request.due_s - (_now() - record.arrived_at)
         task = PrefillTask(
             record.request_id,
             tuple(request.tokens),
@@ -185,6 +186,7 @@ class StreamHandler:
             request.pushes,
             request.held,
             request.tenant_salt,
+            due_s=due_s,
         )
         job: PrefillJob | None = None
         try:

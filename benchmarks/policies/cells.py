@@ -2,8 +2,9 @@
 
 The hardware is the paper's case study (common/sim/scenario.py). Roles and threshold are what the paper's solver finds
 for the cell's link and lengths; `adaptive` gets the same roles, the baselines the best roles for themselves. The
-baselines are the paper's system: all states share the path evenly. `adaptive` is the daemons', which send state by
-state, first what can be in time; `threshold in order` is the paper's rule with that.
+baselines are the paper's system: prompts are computed one after the other, and all states share the path evenly.
+`adaptive` is the daemons', which compute and send first what can be in time (common/sched/deadlines.py); `threshold in
+order` is the paper's rule with that.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ _MODES: dict[str, Mode] = {
     "adaptive": "adaptive", "threshold": "threshold", IN_ORDER: "threshold",
     "local-only": "local-only", "remote-only": "remote-only",
 }  # fmt: skip
+_SHARING = 16  # limits.max_running_requests of a prefilld
 CACHE_TOKENS = 20e6
 TPOT_S = 0.025
 PAPER_CASE = scenario(PAPER)
@@ -154,7 +156,8 @@ def _one(
 ) -> Outcome:  # fmt: skip
     is_ordered, mode = policy in ("adaptive", IN_ORDER), _MODES[policy]
     looks_at = slo(slo_names[0]).ttft_s if is_ordered else None
-    sites = replace(deployment(_case(cell), roles), sends_in_order=is_ordered)
+    sites = deployment(_case(cell), roles)
+    sites = replace(sites, sends_in_order=is_ordered, max_sharing=(_SHARING,) * 2 if is_ordered else (1, 1))
     cluster = Cluster(sites, rules(mode, best, weights), ttft_slo=looks_at)
     requests = arrive(_workload(cell).shapes, rate_rps, np.random.default_rng(cell.seed + 100), cv=cell.cv)
     done = cluster.run(requests)

@@ -1,13 +1,14 @@
 """Which of several prompts goes first where each is due at an instant of its own: as few as can be are late.
 
 Pure: instants and remaining work come in, an order comes out, asked anew whenever one may give way to another. Knows
-neither nodes nor links: work is seconds of whatever the prompts share. Given to the network by prefilld, which sends
-state in this order; used by the simulator's links.
+neither nodes nor links: work is seconds of whatever the prompts share. Asked by turns.py, by the network of prefilld,
+which gets it from there, and by the simulator's links.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf, isinf
 from typing import Protocol, TypeVar
@@ -33,6 +34,16 @@ class Due(Protocol):
     def due_at(self) -> float: ...
     @property
     def left_s(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A Due that is nothing more."""
+
+    seq_id: int
+    arrived_at: float
+    due_at: float
+    left_s: float
 
 
 D = TypeVar("D", bound=Due)

@@ -1,6 +1,6 @@
 """Continuous batching: which sequences run in the next engine step, and what its outputs mean for them.
 
-schedule() -> Batch, then update_rows() / update_chunk() with what came out. Decides nothing by time and touches no
+schedule() -> Batch, then update_rows() / update_chunk() with what came out. Reads no clock and touches no
 tensors, so tests feed it made-up outputs. Called by common/worker.py on the engine thread.
 """
 
@@ -136,11 +136,11 @@ class Scheduler:
 
     # -- one step
 
-    def schedule(self) -> Batch | None:
-        """The next step, or None when nothing can run."""
+    def schedule(self, now: float = 0.0) -> Batch | None:
+        """The next step, or None when nothing can run; `now` by the clock of the sequences' `due_at`."""
         failed: list[tuple[Sequence, RequestFailed]] = []
         rows = self._choose_rows(failed)
-        seq = None if rows and self._prefilling and self.budget.wants_quiet() else self._next_prefill()
+        seq = None if rows and self._prefilling and self.budget.wants_quiet() else self._next_prefill(now)
         chunk = self._chunk(seq, len(rows)) if seq is not None else None
         return Batch(rows, chunk, tuple(failed)) if rows or chunk or failed else None
 
@@ -175,9 +175,11 @@ class Scheduler:
         seq.is_parked = True
         self.accounts.rebook(seq)
 
-    def _next_prefill(self) -> Sequence | None:
+    def _next_prefill(self, now: float) -> Sequence | None:
         """Who gets the next chunk."""
-        return self._turns.take(s for s in self._prefilling if not s.is_held)
+        token_s = self.budget.alone_s / self.budget.alone_tokens if self.budget.alone_tokens else 0.0
+        ready = (s for s in self._prefilling if not s.is_held)
+        return self._turns.take(ready, now, lambda s: s.num_remaining * token_s)
 
     def _chunk(self, seq: Sequence, num_rows: int) -> Chunk:
         limits = self.limits

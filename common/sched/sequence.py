@@ -10,6 +10,7 @@ the decode batch; a prefill job (`sampling` is None) is done when every token is
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 from common.errors import RequestFailed
@@ -26,6 +27,7 @@ class Sequence:
     Attributes:
         seq_id: order of arrival, unique.
         priority: larger goes first among those that need chunks, but never starves the oldest.
+        arrived_at, due_at: instants of one clock; its prompt is late if it is not computed by then, inf: never.
         start: a prefill job's first row to send; the receiver holds [0, start).
         is_held: not to be scheduled now: its state comes from elsewhere, or its consumer is behind.
         last_turn: number of the turn in which it last got a chunk; 0 before the first.
@@ -45,6 +47,8 @@ class Sequence:
     seed: int = 0
     start: int = 0
     priority: int = 0
+    arrived_at: float = 0.0
+    due_at: float = inf
     prompt_logprobs: int | None = None
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0

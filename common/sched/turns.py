@@ -5,8 +5,11 @@ Pure. Used by scheduler.py, and by the simulator where nodes share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from math import inf
 from typing import Protocol, TypeVar
+
+from common.sched.deadlines import Work, in_order
 
 
 class Waiting(Protocol):
@@ -18,6 +21,10 @@ class Waiting(Protocol):
     def priority(self) -> int: ...
     @property
     def num_remaining(self) -> int: ...
+    @property
+    def arrived_at(self) -> float: ...
+    @property
+    def due_at(self) -> float: ...
 
     last_turn: int
 
@@ -26,8 +33,11 @@ W = TypeVar("W", bound=Waiting)
 
 
 class Turns:
-    """Counts turns. Every other one is the shortest prompt's, so that it waits for few chunks of others; turns between
-    go to the oldest (a long prompt ends) and to the longest waiting (none in the middle starves).
+    """Counts turns. Where any prompt is due at some time, the turn is that of the first in the order of deadlines.py;
+    every other turn knows the highest priority alone.
+
+    Otherwise every other one is the shortest prompt's, so that it waits for few chunks of others; turns between go to
+    the oldest (a long prompt ends) and to the longest waiting (none in the middle starves).
     """
 
     def __init__(self) -> None:
@@ -37,13 +47,18 @@ class Turns:
         """A newcomer, as if served on arrival: it lines up behind those who have waited longer."""
         prompt.last_turn = self._count
 
-    def take(self, prompts: Iterable[W]) -> W | None:
-        """The next turn is whose? `prompts` are in order of arrival; None of none, which is no turn."""
+    def take(self, prompts: Iterable[W], now: float, left_s: Callable[[W], float]) -> W | None:
+        """The next turn is whose? `prompts` are in order of arrival; None of none, which is no turn.
+
+        `left_s` answers how long a prompt takes from here alone, in seconds, as far as that is known.
+        """
         ready = list(prompts)
         if not ready:
             return None
         self._count += 1
-        if self._count % 2:
+        if any(p.due_at < inf for p in ready):
+            chosen = self._first_due(ready, now, left_s)
+        elif self._count % 2:
             chosen = min(ready, key=lambda p: (-p.priority, p.num_remaining, p.seq_id))
         elif self._count % 4:
             chosen = ready[0]
@@ -51,3 +66,10 @@ class Turns:
             chosen = min(ready, key=lambda p: p.last_turn)
         chosen.last_turn = self._count
         return chosen
+
+    def _first_due(self, ready: list[W], now: float, left_s: Callable[[W], float]) -> W:
+        if self._count % 2:
+            highest = max(p.priority for p in ready)
+            ready = [p for p in ready if p.priority == highest]
+        order = in_order([Work(p.seq_id, p.arrived_at, p.due_at, left_s(p)) for p in ready], now)
+        return next(p for p in ready if p.seq_id == order[0].seq_id)

@@ -66,6 +66,14 @@ class _Job:
     def num_remaining(self) -> int:
         return self.stop - self.start
 
+    @property
+    def arrived_at(self) -> float:
+        return self.request.arrived_at
+
+    @property
+    def due_at(self) -> float:
+        return self.request.due_at
+
 
 class PrefillNode:
     """One prefill instance. `seconds(tokens)` is its profile; `on_chunk(request, stop, ends_at, is_last)` is called
@@ -92,6 +100,9 @@ class PrefillNode:
     def seconds(self, start: int, stop: int) -> float:
         """Seconds for tokens [start, stop) of a prompt, without what a request costs whatever its length."""
         return self._seconds(stop) - self._seconds(start)
+
+    def _left_s(self, job: _Job) -> float:
+        return self.seconds(job.start, job.stop) + (0.0 if job.has_begun else self._constant_s)
 
     def put(self, request: SimRequest, start: int, stop: int, on_chunk: ChunkStarts) -> None:
         """Compute tokens [start, stop)."""
@@ -120,7 +131,7 @@ class PrefillNode:
         if self._sharing and processor.wants_quiet():
             self._loop.at(now + processor.begin(0, 0.0), self._step_done, now, 0)
             return
-        job = self._turns.take(self._sharing)
+        job = self._turns.take(self._sharing, now, self._left_s)
         if job is None:
             self._is_busy = False
             processor.stop()
