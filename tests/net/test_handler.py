@@ -50,8 +50,9 @@ class Served:
         deadline_s: float | None = None,
         name: str = "r1",
         client: PeerClient | None = None,
+        due_s: float | None = None,
     ) -> RemotePrefill:
-        request = RemoteRequest(name, [1] * num_tokens, start, deadline_s=deadline_s, codecs=("raw",))
+        request = RemoteRequest(name, [1] * num_tokens, start, deadline_s=deadline_s, codecs=("raw",), due_s=due_s)
         return (client or self.client).prefill(request, Sink(self.handler.backend.info.layout, num_tokens))
 
     def count(self, metric: str, **labels: str) -> float:
@@ -176,6 +177,21 @@ async def test_decodeds_take_turns_so_that_a_flood_of_one_does_not_starve_anothe
         assert len(order) - num_before <= 3 + 5 and len(order) < 20, order
         await asyncio.wait_for(asyncio.gather(*waiting), 20)
         assert [name for name in order if name.startswith("flood")] == [f"flood{n}" for n in range(30)]
+
+
+@on_uvloop
+@pytest.mark.parametrize(("due", "first"), [((None, None), "short"), ((90.0, 20.0), "long"), ((90.0, 0.1), "short")])
+async def test_what_is_due_is_computed_first(due, first):
+    async with served(rate=500.0) as s:
+        prefills = {"short": s.ask(320, name="short", due_s=due[0]), "long": s.ask(500, name="long", due_s=due[1])}
+        order: list[str] = []
+
+        async def finish(name: str) -> None:
+            await prefills[name].wait()
+            order.append(name)
+
+        await asyncio.wait_for(asyncio.gather(*map(finish, prefills)), 20)
+        assert order[0] == first
 
 
 @on_uvloop
