@@ -69,6 +69,11 @@ class TokenBudget:
     _last: int = START_TOKENS
     _since_quiet: int = 0
 
+    def prompt_s(self, num_tokens: int, *, is_mixed: bool) -> float:
+        """How long so many tokens of a prompt take, in mixed steps or alone; 0 before anything is known."""
+        num, seconds = (self.mixed_tokens, self.mixed_s) if is_mixed else (self.alone_tokens, self.alone_s)
+        return num_tokens * seconds / num if num else 0.0
+
     def tokens(self, num_rows: int) -> int:
         """Most tokens of a chunk that shares its step with so many decode rows."""
         if self.fixed:

@@ -177,9 +177,9 @@ class Scheduler:
 
     def _next_prefill(self, now: float) -> Sequence | None:
         """Who gets the next chunk."""
-        token_s = self.budget.alone_s / self.budget.alone_tokens if self.budget.alone_tokens else 0.0
+        is_mixed = bool(self._running)
         ready = (s for s in self._prefilling if not s.is_held)
-        return self._turns.take(ready, now, lambda s: s.num_remaining * token_s)
+        return self._turns.take(ready, now, lambda s: self.budget.prompt_s(s.num_remaining, is_mixed=is_mixed))
 
     def _chunk(self, seq: Sequence, num_rows: int) -> Chunk:
         limits = self.limits

@@ -131,6 +131,9 @@ class Node:
             sampling = SamplingParams(max_tokens=demand.max_output_tokens, ignore_eos=True)
             tokens = [7] * demand.num_prompt_tokens
             seq = Sequence(next(self.ids), name, tokens, PaperSlot(len(tokens)), sampling, priority=priority)
+            if (demand.deadline_s or NO_DEADLINE_S) < NO_DEADLINE_S:
+                seq.arrived_at = self.jobs[name].arrived_at
+                seq.due_at = seq.arrived_at + (demand.deadline_s or 0.0)
             self.sequences[name] = seq
             self.scheduler.add(seq)
 
@@ -152,7 +155,7 @@ class Node:
         self._arrive(Job(demand_of(self.rng, f"client{next(self.ids)}", "low", KEYS[1], NO_DEADLINE_S), at))
 
     def _step(self) -> bool:
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(self.now)
         if batch is None:
             return False
         began, factor = self.now, self.rng.lognormvariate(0.0, self.engine.jitter)
