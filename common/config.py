@@ -238,7 +238,8 @@ class StreamConfig(Section):
         60.0,
         "A remote prefill that shows neither progress nor bytes for so long is given up by decoded and computed"
         " elsewhere; prefilld gives up one whose peer, connected, takes nothing of its state, or sends nothing of a"
-        " prefix that it pushes, for so long.",
+        " prefix that it pushes, for so long. While others of the same two daemons go first, theirs counts: for ten"
+        " times as long at decoded.",
         ge=1,
         le=3600,
     )

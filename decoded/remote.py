@@ -17,6 +17,8 @@ from common.request import Request, RequestReport
 
 _WATCH_S = 0.5
 _AWAY_S = 5.0
+_MOST_TURNS = 10.0
+"""So many times stream.progress_timeout a prefill may wait for others of ours at the same peer."""
 
 
 @dataclass(slots=True)
@@ -49,18 +51,24 @@ class RemoteAttempt:
 
     async def _watch(self, waiter: asyncio.Future[TransferReport]) -> None:
         """Return when it is done; raise when waiting on makes no sense."""
-        last, moved_at, seen_at = self.prefill.progress, time.monotonic(), time.monotonic()
+        last = self.prefill.progress
+        moved_at = seen_at = others_at = time.monotonic()
+        num_moves = last.num_peer_moves
         while not (await asyncio.wait([waiter], timeout=_WATCH_S))[0]:
             now, progress, name = time.monotonic(), self.prefill.progress, self.client.name
             is_here = self.client.state in ("ready", "draining")
             # A queued stream is silent by nature: then the peer's heartbeat counts.
             if progress != last or (is_here and not progress.first_chunk_at):
                 last, moved_at = progress, now
+            if progress.num_peer_moves != num_moves:
+                num_moves, others_at = progress.num_peer_moves, now
             if is_here:
                 seen_at = now
             elif now - seen_at > _AWAY_S and self.has_alternative():
                 raise TransferTimeout(f"peer {name} is away for {_AWAY_S:g} s and another one is not")
-            if now - moved_at > self.progress_timeout_s:
+            # While it works for others of ours, who go first, this one has its turn later; but not for ever.
+            silent_s = max(now - max(moved_at, others_at), (now - moved_at) / _MOST_TURNS)
+            if silent_s > self.progress_timeout_s:
                 limit = f"{self.progress_timeout_s:g} s (stream.progress_timeout)"
                 raise TransferTimeout(f"peer {name} sent neither state nor progress for {limit}")
 

@@ -106,7 +106,10 @@ class RemoteRequest:
 
 @dataclass(frozen=True, slots=True)
 class TransferProgress:
-    """A snapshot of a remote prefill; two differ when anything moved. Instants are local, monotonic, 0.0 = not yet."""
+    """A snapshot of a remote prefill; two differ when anything moved. Instants are local, monotonic, 0.0 = not yet.
+
+    `num_peer_moves` grows with whatever the peer does for any prefill of ours; it makes no difference.
+    """
 
     num_computed_tokens: int = 0
     num_queued: int = 0
@@ -121,6 +124,7 @@ class TransferProgress:
     prefill_ended_at: float = 0.0
     last_byte_at: float = 0.0
     verified_at: float = 0.0
+    num_peer_moves: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

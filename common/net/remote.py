@@ -72,6 +72,7 @@ class RemotePrefill:
             prefill_ended_at=m.prefill_ended_at,
             last_byte_at=m.last_byte_at,
             verified_at=m.verified_at,
+            num_peer_moves=self._session.num_moves,
         )
 
     @property

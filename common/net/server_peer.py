@@ -89,6 +89,7 @@ class ServerPeer:
         self._loop = asyncio.get_running_loop()
         self._filler = FillerSource()
         self.bytes_in = self.bytes_out = 0
+        self._moved_at = 0.0
         self._attached_at, self._most_links, self._before = 0.0, 0, (0, 0)
         self._streams: dict[SendStream, tuple[ServerStream, asyncio.Task[None]]] = {}
         self._lease: asyncio.TimerHandle | None = None
@@ -247,6 +248,7 @@ class ServerPeer:
         piece = self.session.next_piece(link.index)
         if piece is not None:
             link.send_piece(piece)
+            self._moved_at = now()
             if (served := self._served(piece.stream_id)) is not None:
                 served.moved()
         elif (filler := self._filler.take(self._piece_bytes())) is not None:
@@ -334,6 +336,7 @@ class ServerPeer:
             choosers=self.choosers,
             path_bps=self._path_bps,
             session=self.session,
+            moved_at=lambda: self._moved_at,
         )
         address = self.control.address if self.control else ""
         served = ServerStream(stream, PeerId(peer.name, peer.instance, address), port)

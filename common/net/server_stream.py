@@ -42,6 +42,8 @@ class StreamPort:
     choosers: dict[str, CodecChooser]
     path_bps: Callable[[], float]
     session: ServerSession
+    moved_at: Callable[[], float]
+    """When a link last took a piece of any of its streams."""
 
 
 class ServerStream:
@@ -108,11 +110,14 @@ class ServerStream:
     def stalled_s(self, at: float) -> float:
         """Seconds for which the peer took nothing of what waits for it; ask every now and then.
 
-        0.0 while nothing waits, or while it is away: then the lease counts.
+        0.0 while nothing waits, or while it is away: then the lease counts. While states of others go first, what the
+        peer takes of those counts.
         """
         is_pushed = self.push is not None and not self._stream.is_pushed
         if not self.is_attached or not (self.staged_bytes or self.is_completing or is_pushed):
             self._moved_at = at
+        elif self._stream.departures.waits_for_turn:
+            self._moved_at = max(self._moved_at, self._port.moved_at())
         return at - self._moved_at
 
     async def accept(self, num_queued: int = 0) -> None:

@@ -100,6 +100,14 @@ class Departures:
         """Pieces that no link has taken."""
         return len(self._pending)
 
+    @property
+    def waits_for_turn(self) -> bool:
+        """It could send, and all that it sent is acknowledged: others go first."""
+        waiting = next((self.segments[no].head for no, _ in self._pending if no in self.segments), None)
+        if waiting is None or waiting.at + waiting.encoded > self.limit:
+            return False
+        return not any(segment.flying for segment in self.segments.values())
+
     def next_piece(self, link: int) -> OutPiece | None:
         """The next piece, if credit covers its whole segment; it counts as written to that link."""
         while self._pending:

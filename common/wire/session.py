@@ -36,6 +36,7 @@ from common.wire.messages import (
     Message,
     Piece,
     Prefill,
+    Progress,
     PushAck,
     Resumed,
     Started,
@@ -124,6 +125,8 @@ class Session:
         self._first: tuple[int, ...] = ()
         self.peer: HelloAck | None = None
         self.is_attached = False
+        self.num_moves = 0
+        """Segments that have landed and words of progress, over all streams: while it grows the peer is at work."""
         self.detached_at = 0.0
         self._last_id = 0
         self._outbox: list[Out] = []
@@ -254,6 +257,7 @@ class ClientSession(Session):
         if stream is not None:
             with self._lies_end(stream):
                 stream.receive(message, now)
+            self.num_moves += isinstance(message, Progress)
             if stream.push is not None and isinstance(message, PushAck | Started):
                 self._events.append(PushMoved(stream))
             self._arrived(stream)
@@ -285,6 +289,7 @@ class ClientSession(Session):
         """The segment's bytes were verified and are in place: acknowledge. False when nobody wants it any more."""
         if not stream.landed(segment, now):
             return False
+        self.num_moves += 1
         stream.arrivals.limit = self._credit.landed(stream.stream_id, segment.head.encoded)
         self._say(stream, Ack((segment.head.no,), stream.arrivals.limit, False))
         self._settle(stream)

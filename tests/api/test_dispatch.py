@@ -23,7 +23,9 @@ from common.errors import (
     RequestDamaged,
     RequestFailed,
     StaleHandle,
+    TransferTimeout,
 )
+from common.net.options import TransferProgress
 from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.fallback import FallbackBudget
 from common.request import Request, SamplingParams
@@ -32,7 +34,7 @@ from decoded.api.errors import error_body, error_headers, http_status
 from decoded.deadline import GRACE_S
 from decoded.dispatch import Dispatcher
 from decoded.metrics import DecodeMetrics
-from decoded.remote import start_remote
+from decoded.remote import RemoteAttempt, start_remote
 from decoded.settings import DispatchSettings
 
 
@@ -171,7 +173,7 @@ class Prefill:
         last_byte_at=0.0,
         verified_tokens=0,
     )
-    progress = SimpleNamespace(first_chunk_at=1.0)
+    progress = TransferProgress(first_chunk_at=1.0)
 
     def __init__(self, error):
         self.error = error
@@ -338,3 +340,32 @@ async def test_what_was_kept_survives_a_peer_that_cannot_be_asked():
             has_alternative=lambda: False,
         )  # fmt: skip
     assert kept == [5]
+
+
+@pytest.mark.parametrize(("others_until_s", "ends_after_s"), [(0.0, 0.2), (0.9, 1.1), (60.0, 2.0)])
+async def test_a_prefill_may_wait_while_its_peer_works_for_others_but_not_for_ever(
+    monkeypatch, others_until_s, ends_after_s
+):
+    began = time.monotonic()
+
+    class Silent:
+        """Begun, and then nothing of it comes."""
+
+        cancel = staticmethod(lambda: None)
+
+        @property
+        def progress(self):
+            return TransferProgress(first_chunk_at=1.0, num_peer_moves=int(100 * min(passed(), others_until_s)))
+
+        async def wait(self):
+            await asyncio.Event().wait()
+
+    def passed():
+        return time.monotonic() - began
+
+    monkeypatch.setattr("decoded.remote._WATCH_S", 0.02)
+    client = SimpleNamespace(name="p", state="ready")
+    attempt = RemoteAttempt(client, Silent(), 0.0, 0.2, lambda: True)
+    with pytest.raises(TransferTimeout, match=r"stream\.progress_timeout"):
+        await attempt.wait()
+    assert ends_after_s - 0.01 < passed() < ends_after_s + 1.5
