@@ -23,12 +23,9 @@ class Weights:
 
     Attributes:
         price: how much the price of an alternative counts against this request's own seconds.
-        late_factor: a request that no alternative answers within its SLO still gets an answer within this many times
-            the SLO where one can give it, and waits where it holds up nobody who could make it. 1 turns that off.
     """
 
     price: float = 15.0
-    late_factor: float = 6.0
 
 
 WEIGHTS = Weights()
@@ -41,7 +38,8 @@ def choose(
     weights: Weights,
     exchange_s: float | None = None,
 ) -> tuple[Alternative, str]:
-    """(the alternative, why): of those that keep the SLO the one with the least time plus price.
+    """(the alternative, why): of those that keep the SLO, or of all where none does, the one with the least time plus
+    price.
 
     `exchange_s`: what a prompt that costs the same on both sides takes at an own node. A longer one that only an own
     node with a queue could answer in time goes to the far side all the same, where it is late alone: here it would
