@@ -107,13 +107,10 @@ def main() -> int:
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
     parser.add_argument("--links", nargs="+", type=float, default=list(LINKS_GBPS), metavar="GBPS")
     parser.add_argument("--price", type=float, default=WEIGHTS.price, help="weight of prices, 0 for none")
-    parser.add_argument(
-        "--late-factor", type=float, default=WEIGHTS.late_factor, help="1 treats late requests as others"
-    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     args = parser.parse_args()
-    weights = Weights(args.price, args.late_factor)
+    weights = Weights(args.price)
     started, cells = time.monotonic(), []
     for name in args.workloads:
         for gbps in args.links:

@@ -45,9 +45,7 @@ def choose(
     node with a queue could answer in time goes to the far side all the same, where it is late alone: here it would
     take the time of several that can make it.
 
-    When none keeps it, what this request loses cannot be won back, but others' time can still be lost. It goes to the
-    cheaper side, and there to the longest queue that answers within `late_factor` times its SLO: one node ends up
-    with the late ones, and the others stay short for those who can make it.
+    A late one holds up nobody: nodes put it off (sched/deadlines.py).
     """
     scores = {way.name: way.ttft_s + weights.price * price for way, price in zip(ways, prices, strict=True)}
     best = min(ways, key=lambda way: (scores[way.name], way.name))
@@ -62,10 +60,7 @@ def choose(
         if is_long and pick.queue_s > 0 and far:
             return min(far, key=lambda way: (scores[way.name], way.name)), "too_long"
         return pick, "within_slo"
-    bound_s = weights.late_factor * request.ttft_slo_s - request.waited_s
-    alike = (way for way in ways if way.is_far == best.is_far and bool(way.push_tokens) == bool(best.push_tokens))
-    late = [way for way in alike if way.ttft_s <= bound_s]
-    return (max(late, key=lambda way: (way.queue_s, way.name)) if late else best), "late"
+    return best, "late"
 
 
 def prices(
