@@ -107,6 +107,7 @@ def main() -> int:
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
     parser.add_argument("--links", nargs="+", type=float, default=list(LINKS_GBPS), metavar="GBPS")
     parser.add_argument("--price", type=float, default=WEIGHTS.price, help="weight of prices, 0 for none")
+    parser.add_argument("--no-order", action="store_true", help="compute and send as the paper's system does")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     args = parser.parse_args()
@@ -115,7 +116,7 @@ def main() -> int:
     for name in args.workloads:
         for gbps in args.links:
             for cv in CVS:
-                cell = Cell(name, gbps, cv, args.load, args.requests, args.traces, args.seed)
+                cell = Cell(name, gbps, cv, args.load, args.requests, args.traces, args.seed, not args.no_order)
                 cells.append(measure(cell, weights))
                 told = ", ".join(f"{slo} {gain(cells[-1], slo):+.0%}" for slo in SLOS)
                 print(f"{name:10s} {gbps:4g} Gbit/s CV {cv:g}: {told}", file=sys.stderr, flush=True)
