@@ -77,8 +77,12 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _global_options(parser: argparse.ArgumentParser, *, is_top: bool, needs_daemon: bool = True) -> None:
-    """The options that may stand before or behind the verb; a verb's parser must not reset what stood before."""
+def global_options(
+    parser: argparse.ArgumentParser, *, is_top: bool = False, needs_daemon: bool = True
+) -> None:
+    """The options that may stand before the verb, behind it, and behind its action; those parsers must not reset what
+    stood before.
+    """
     none: Any = None if is_top else argparse.SUPPRESS
     group = parser.add_argument_group("connection and output" if needs_daemon else "output")
     if needs_daemon:
@@ -96,13 +100,13 @@ def make_parser(prog: str, daemon: str, description: str, verbs: Sequence[Verb])
     epilog = EPILOG.format(daemon=daemon)
     parser = argparse.ArgumentParser(prog=prog, description=description, epilog=epilog, formatter_class=raw)
     parser.add_argument("--version", action=_Version)
-    _global_options(parser, is_top=True)
+    global_options(parser, is_top=True)
     commands = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
     for verb in verbs:
         sub = commands.add_parser(verb.name, help=verb.summary, description=verb.description, formatter_class=raw)
         if verb.arguments is not None:
             verb.arguments(sub)
-        _global_options(sub, is_top=False, needs_daemon=verb.needs_daemon)
+        global_options(sub, needs_daemon=verb.needs_daemon)
         sub.set_defaults(run_verb=verb.run)
     return parser
 

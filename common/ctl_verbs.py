@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from common.control_client import Refused
-from common.ctl import Context, Verb
+from common.ctl import Context, Verb, global_options
 from common.ctl_render import pairs
 from common.ctl_views import peers_text, refusal_text, reload_text, state_text, status_text
 from common.errors import EXIT_OK, EXIT_RUNTIME, ControlError
@@ -85,9 +85,7 @@ def cache(daemon: str) -> Verb:
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", title="actions")
         for name, text in (("stats", "what is kept, found and given up"), ("clear", "forget everything, on disk too")):
             action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-            action.add_argument(
-                "--json", action="store_true", default=argparse.SUPPRESS, help="print the reply as JSON"
-            )
+            global_options(action)
 
     def run(context: Context) -> int:
         data = context.call("cache" if context.args.action == "stats" else "cache_clear")

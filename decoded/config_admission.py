@@ -89,7 +89,7 @@ class SloConfig(Section):
     ttft: Bound = key(
         math.inf,
         'From arrival to the first token; "inf" is any time. Routing looks for a way that keeps it, and prompts that'
-        " can still meet it are computed and sent first. A request's deadline counts instead where it is shorter.",
+        " can still meet it are computed and sent first. The deadline that a request brings counts instead.",
         gt=0,
     )
     tpot: Bound = key(

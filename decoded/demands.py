@@ -14,7 +14,7 @@ from common.request import Request
 def classify(request: Request, queue: FairQueue, default_deadline_s: float, target_s: float) -> tuple[Request, str]:
     """The request with its class, that one's priority and its deadline (None: none), and who has set the deadline.
 
-    Due it is within `target_s` (slo.ttft), or by its deadline where that comes first.
+    Due it is by a deadline of its own, else within `target_s` (slo.ttft) or the default deadline.
 
     Raises:
         InvalidRequest: there is no such class.
@@ -29,7 +29,7 @@ def classify(request: Request, queue: FairQueue, default_deadline_s: float, targ
     facts = queue.class_of(name).facts
     setting = "admission.deadline" if request.deadline_s is None else "X-Prfaas-Deadline"
     deadline_s = default_deadline_s if request.deadline_s is None else request.deadline_s
-    due_s = min(deadline_s, target_s)
+    due_s = min(default_deadline_s, target_s) if request.deadline_s is None else request.deadline_s
     return replace(
         request,
         service_class=facts.name,

@@ -273,13 +273,16 @@ class AdmissionController:
 
     def _late(self, demand: Demand, wait_s: float | None) -> Overloaded | None:
         """Why its deadline cannot be kept, as far as one can know; `wait_s` in the queue, None: it need not wait."""
-        own_s = (self.forecast(demand, 0) if self.forecast is not None else None) or 0.0
+        forecast_s = self.forecast(demand, 0) if self.forecast is not None else 0.0
+        own_s = forecast_s or 0.0
         predicted_s, has_waited = demand.waited_s + (wait_s or 0.0) + own_s, wait_s is not None
         name = self.queue.class_of(demand.service_class).facts.name
         margin_s = self.promises.margin_s(demand, name, wait_s)
         ttft_s, wait_s = predicted_s + margin_s, wait_s or 0.0
         if demand.deadline_s is None or ttft_s <= demand.deadline_s:
-            self.promises.make(demand, name, predicted_s, has_waited=has_waited)
+            # What took how long at a node of which nothing was known tells nothing of how good predictions are.
+            known_s = predicted_s if forecast_s is not None else None
+            self.promises.make(demand, name, known_s, has_waited=has_waited)
             return None
         if predicted_s <= demand.deadline_s and self.queue.class_of(name).tenants.num_requests == 1:
             is_alone = len(self.queue) == 1

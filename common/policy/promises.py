@@ -18,11 +18,11 @@ FIRST_DOUBT, LEAST_DOUBT, HALF_DOUBT = 3.0, 0.5, 32
 
 
 class Promise(NamedTuple):
-    """A request that was let in, when its first token was expected, and where that is learnt from."""
+    """A request that was let in, when its first token was expected (None: nobody knew), and where that is learnt from."""
 
     demand: Demand
     service_class: str
-    predicted_s: float
+    predicted_s: float | None
     has_waited: bool
 
 
@@ -35,7 +35,7 @@ class Promises:
         self._errors: dict[tuple[str, str, bool], Errors] = {}
         self._num_waited = 0
 
-    def make(self, demand: Demand, service_class: str, predicted_s: float, *, has_waited: bool) -> None:
+    def make(self, demand: Demand, service_class: str, predicted_s: float | None, *, has_waited: bool) -> None:
         """It is let in."""
         self.made[demand.request_id] = Promise(demand, service_class, predicted_s, has_waited)
 
@@ -48,7 +48,8 @@ class Promises:
         if (found := self.made.pop(request_id, None)) is None:
             return
         demand, service_class, predicted_s, has_waited = found
-        self._errors_of(demand, service_class, has_waited=has_waited).note(ttft_s - predicted_s)
+        if predicted_s is not None:
+            self._errors_of(demand, service_class, has_waited=has_waited).note(ttft_s - predicted_s)
         self._num_waited += has_waited
         if demand.deadline_s is not None:
             self._misses_of(service_class).note(is_missed=ttft_s >= demand.deadline_s)

@@ -54,7 +54,7 @@ def in_order(prompts: Iterable[D], now: float) -> list[D]:
 
     The earliest due go first, and whenever that makes one late, the one with most work among those so far is put off:
     no order has more on time (Moore, An n job, one machine sequencing algorithm for minimizing the number of late jobs,
-    Management Science 1968). Those put off follow in order of arrival. Who is late, or has no time set, and must begin
+    Management Science 1968). Those put off follow, the least work first. Who is late, or has no time set, and must begin
     now to be done within PATIENCE_S, goes before all others. Without times that is the order of arrival.
     """
     overdue: list[D] = []
@@ -73,7 +73,7 @@ def in_order(prompts: Iterable[D], now: float) -> list[D]:
             left_s, seq_id = heappop(chosen)
             free_at += left_s
             late.add(-seq_id)
-    put_off = sorted((p for p in rest if p.seq_id in late), key=lambda p: p.seq_id)
+    put_off = sorted((p for p in rest if p.seq_id in late), key=lambda p: (p.left_s, p.seq_id))
     return [*overdue, *(p for p in rest if p.seq_id not in late), *put_off]
 
 

@@ -119,7 +119,7 @@ def advice(question: Scenario, solved: dict[str, Solution]) -> dict[str, Any]:
     if not question.num_remote or not ours.offloaded:
         why = "nothing would be offloaded"
     elif quicker is None:
-        why = "the transfer takes longer than the remote node saves, at every length"
+        why = "computing there and the transfer take longer than computing here, for the longest prompts too"
     elif gain <= 0:
         why = f"{equal} own nodes cost the same and serve more"
     else:
@@ -136,14 +136,15 @@ def advice(question: Scenario, solved: dict[str, Solution]) -> dict[str, Any]:
 
 
 def quicker_from(question: Scenario) -> int | None:
-    """The shortest prompt whose state is here sooner from an idle remote node than from an idle own one."""
-    if not question.num_remote:
-        return None
-    for length in question.lengths.lengths[:: max(1, len(question.lengths.lengths) // 2000)]:
+    """From which length on the state of every prompt is here sooner from an idle remote node than from an idle own one."""
+    found = None
+    lengths = question.lengths.lengths
+    for length in reversed(lengths[:: max(1, len(lengths) // 2000)] if question.num_remote else []):
         link_s = 8 * question.codec_ratio * question.state.num_bytes(length) / question.egress_bps
-        if max(question.remote.prefill(length), link_s) + question.rtt_s < question.own.prefill(length):
-            return int(length)
-    return None
+        if max(question.remote.prefill(length), link_s) + question.rtt_s >= question.own.prefill(length):
+            break
+        found = int(length)
+    return found
 
 
 def sweeps(question: Scenario) -> dict[str, list[tuple[float, float]]]:

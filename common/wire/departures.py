@@ -102,11 +102,12 @@ class Departures:
 
     @property
     def waits_for_turn(self) -> bool:
-        """It could send, and all that it sent is acknowledged: others go first."""
-        waiting = next((self.segments[no].head for no, _ in self._pending if no in self.segments), None)
-        if waiting is None or waiting.at + waiting.encoded > self.limit:
+        """It could send, and all segments that it sent whole are acknowledged: others go first."""
+        waiting = {no: self.segments[no].head for no, _ in self._pending if no in self.segments}
+        first = next(iter(waiting.values()), None)
+        if first is None or first.at + first.encoded > self.limit:
             return False
-        return not any(segment.flying for segment in self.segments.values())
+        return not any(segment.flying for no, segment in self.segments.items() if no not in waiting)
 
     def next_piece(self, link: int) -> OutPiece | None:
         """The next piece, if credit covers its whole segment; it counts as written to that link."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from common.ctl import Context, Verb
+from common.ctl import Context, Verb, global_options
 from common.ctl_render import pairs
 from common.units import parse_size
 
@@ -22,7 +22,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     bench.add_argument("peer", metavar="PEER", help="name of the peer, as in `peers`")
     bench.add_argument("--bytes", type=_size, default=64 << 20, metavar="SIZE", help='up to "1GiB" (64MiB)')
-    bench.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the reply as JSON")
+    global_options(bench)
 
 
 def _size(text: str) -> int:

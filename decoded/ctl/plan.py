@@ -37,7 +37,10 @@ def _run(context: Context) -> int:
         answer = planner.plan(question, simulates=not args.no_simulation)
         if args.html:
             Path(args.html).write_text(planner.html(question, answer), "utf-8")
-    except (OSError, ValueError) as e:
+    except OSError as e:
+        sys.stderr.write(f"{context.prog} plan: {e.filename}: {e.strerror or e}\n")
+        return EXIT_USAGE
+    except ValueError as e:
         sys.stderr.write(f"{context.prog} plan: {e}\n")
         return EXIT_USAGE
     except (ArithmeticError, RecursionError, TypeError) as e:
@@ -81,7 +84,7 @@ def plan_text(answer: dict[str, Any]) -> str:
         f"a remote site {'pays' if advice['pays'] else 'does not pay: ' + advice['why_not']}; throughput"
         f" {advice['gain_over_homogeneous']:+.0%} over the homogeneous nodes, {advice['gain_at_equal_cost']:+.0%} over"
         f" {advice['equal_cost_nodes']} own nodes of the same cost;"
-        + (f" quicker from {quicker} tokens on" if quicker is not None else " never quicker")
+        + (f" quicker from {quicker} tokens on" if quicker is not None else " not quicker for the longest prompts")
     )
     return "\n".join(parts)
 

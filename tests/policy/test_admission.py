@@ -272,6 +272,18 @@ def test_waiting_is_predicted_from_how_fast_the_queue_was_seen_to_drain(certain)
     assert offer_or_gate(c, timed(11.0, "stuck"), 40.0) == "deadline", "nothing has started for twenty seconds"
 
 
+def test_what_was_predicted_by_nobody_says_nothing_of_predictions():
+    known = []
+    c = AdmissionController(AdmissionLimits(4, 10, 10**6, 10**9), forecast=lambda d, before: known[0] if known else None)
+    for n in range(4):
+        assert c.offer(timed(None, f"{n}"), 0.0) == "running"
+        c.note_ttft(f"{n}", 10.0 * (n + 1))
+        c.release(f"{n}", 10.0 * (n + 1))
+    known.append(3.5)
+    assert offer_or_gate(c, timed(3.4, "x"), 100.0) == "deadline"
+    assert offer_or_gate(c, timed(4.0, "y"), 100.0) == "running"
+
+
 def test_a_margin_that_lets_nobody_in_does_not_last():
     """Ten requests took 50 s longer than was thought; from then on all is well again."""
     c = AdmissionController(AdmissionLimits(1, 100, 10**6, 10**9), forecast=lambda d, before: 0.1)

@@ -712,6 +712,26 @@ def test_states_go_in_the_order_that_was_arranged():
     assert order_sent(ends) == [3, 2, 1, 4]
 
 
+def test_who_waits_for_its_turn_is_told_from_who_waits_for_the_client():
+    ends = Ends(FULL)
+    _, served, sink, _ = transfer(ends, num_tokens=600, chunk=300)
+    ends.talk()
+    sent = served.departures
+    assert sent.waits_for_turn, "nothing was sent"
+    pieces = [ends.server.next_piece(1)]
+    assert sent.waits_for_turn, "a part of the first segment"
+    while sent.num_waiting and pieces[-1].message.no == 0:
+        pieces.append(ends.server.next_piece(1))
+    assert not sent.waits_for_turn, "the first is whole and not acknowledged"
+    for piece in pieces:
+        ends.carry(piece)
+    ends.land(sink)
+    ends.talk()
+    assert sent.waits_for_turn
+    sent.limit = 0
+    assert not sent.waits_for_turn, "the client takes no more"
+
+
 def order_sent(ends):
     """Streams in the order in which they send all that they may."""
     order = [piece.stream_id for piece in iter(lambda: ends.server.next_piece(1), None)]
