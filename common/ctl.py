@@ -77,9 +77,7 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def global_options(
-    parser: argparse.ArgumentParser, *, is_top: bool = False, needs_daemon: bool = True
-) -> None:
+def global_options(parser: argparse.ArgumentParser, *, is_top: bool = False, needs_daemon: bool = True) -> None:
     """The options that may stand before the verb, behind it, and behind its action; those parsers must not reset what
     stood before.
     """

@@ -33,7 +33,8 @@ class Sharing:
         self._sent, self._looked_at = {row["instance_id"]: row["bytes_out"] for row in far}, now
         for row in far:
             num_bytes = row["bytes_out"] - before.get(row["instance_id"], row["bytes_out"])
-            if num_bytes:
+            # A session that ended and began anew between two looks counts from 0.
+            if num_bytes := num_bytes if num_bytes >= 0 else row["bytes_out"]:
                 self._egress.note(row["name"], seconds, now, 8.0 * num_bytes / seconds)
 
     def busy_shares(self, now: float) -> dict[str, float]:

@@ -26,6 +26,8 @@ NUM_QUEUED = 3
 # What the links together are held to, in parts of the capacity.
 CRUISE, PROBE, DRAIN = 0.995, 1.12, 0.9
 PROBE_S, MAX_DRAIN_S, PROBE_RTTS = 0.3, 2.0, 4
+# Never to less: below it there is no queue worth the control, and after an outage next to nothing was seen to arrive.
+LEAST_CAP_BPS = 256e3
 # From one probe to the next: short while the capacity is new, which may have been measured in a bad moment and would
 # hold the links down until the next probe; twice as long after each that found no more.
 FIRST_CRUISE_S, CRUISE_S = 1.0, 8.0
@@ -90,10 +92,10 @@ class Path:
     def cap_bps(self) -> float | None:
         """Bits per second for all links together; None while the path is not held."""
         if self.mode is Mode.PROBE:
-            return self._probe * self.capacity_bps
+            return max(LEAST_CAP_BPS, self._probe * self.capacity_bps)
         if self.mode is Mode.FREE and (self.share == 1.0 or not self.capacity_bps):
             return None
-        return (DRAIN if self.mode is Mode.DRAIN else CRUISE) * self.share * self.capacity_bps
+        return max(LEAST_CAP_BPS, (DRAIN if self.mode is Mode.DRAIN else CRUISE) * self.share * self.capacity_bps)
 
     @property
     def is_short(self) -> bool:
@@ -141,7 +143,8 @@ class Path:
         self._num_queued = self._num_queued + 1 if is_queued else 0
         cap = self.cap_bps
         if is_queued or allowed_bps is None or (cap is not None and allowed_bps >= cap):
-            self._decide(now, self._goodput(now), tick.queueing_s)
+            # Nothing at all is no capacity but an outage, of which nobody knows the end.
+            self._decide(now, self._goodput(now) or None, tick.queueing_s)
 
     def _tick(self, now: float, samples: Sequence[LinkSample]) -> Tick | None:
         seconds = now - self._last_at

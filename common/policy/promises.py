@@ -18,7 +18,7 @@ FIRST_DOUBT, LEAST_DOUBT, HALF_DOUBT = 3.0, 0.5, 32
 
 
 class Promise(NamedTuple):
-    """A request that was let in, when its first token was expected (None: nobody knew), and where that is learnt from."""
+    """A request that was let in, when its first token was expected, where known, and where that is learnt from."""
 
     demand: Demand
     service_class: str

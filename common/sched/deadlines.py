@@ -54,8 +54,8 @@ def in_order(prompts: Iterable[D], now: float) -> list[D]:
 
     The earliest due go first, and whenever that makes one late, the one with most work among those so far is put off:
     no order has more on time (Moore, An n job, one machine sequencing algorithm for minimizing the number of late jobs,
-    Management Science 1968). Those put off follow, the least work first. Who is late, or has no time set, and must begin
-    now to be done within PATIENCE_S, goes before all others. Without times that is the order of arrival.
+    Management Science 1968). Those put off follow, the least work first. Who is late, or has no time set, and must
+    begin now to be done within PATIENCE_S, goes before all others. Without times that is the order of arrival.
     """
     overdue: list[D] = []
     rest: list[D] = []

@@ -136,7 +136,7 @@ def advice(question: Scenario, solved: dict[str, Solution]) -> dict[str, Any]:
 
 
 def quicker_from(question: Scenario) -> int | None:
-    """From which length on the state of every prompt is here sooner from an idle remote node than from an idle own one."""
+    """From which length on the state of prompts is here sooner from an idle remote node than from an idle own one."""
     found = None
     lengths = question.lengths.lengths
     for length in reversed(lengths[:: max(1, len(lengths) // 2000)] if question.num_remote else []):

@@ -42,3 +42,11 @@ def test_a_session_that_begins_anew_is_no_burst():
     sharing.look([], 1.5)
     sharing.look([row("b", 10**12)], 2.0)
     assert sharing.load("a", 1e6, 2.0)["egress_bps"] == 1e6
+
+
+def test_a_session_that_was_cut_and_counts_from_nothing_gives_nothing_back():
+    sharing, sent = Sharing(), 0
+    for second in range(300):
+        sent = 0 if second == 200 else sent + int(30e6 / 8)
+        sharing.look([row("a", 0), row("b", sent)], 1.0 + second)
+    assert sharing.load("a", 100e6, 300.0)["egress_bps"] == pytest.approx(70e6, rel=0.03)

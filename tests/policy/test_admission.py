@@ -274,7 +274,9 @@ def test_waiting_is_predicted_from_how_fast_the_queue_was_seen_to_drain(certain)
 
 def test_what_was_predicted_by_nobody_says_nothing_of_predictions():
     known = []
-    c = AdmissionController(AdmissionLimits(4, 10, 10**6, 10**9), forecast=lambda d, before: known[0] if known else None)
+    c = AdmissionController(
+        AdmissionLimits(4, 10, 10**6, 10**9), forecast=lambda d, before: known[0] if known else None
+    )
     for n in range(4):
         assert c.offer(timed(None, f"{n}"), 0.0) == "running"
         c.note_ttft(f"{n}", 10.0 * (n + 1))

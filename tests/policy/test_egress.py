@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import pytest
@@ -368,3 +368,21 @@ def test_bursts_with_gaps_do_not_make_a_path_look_small(busy_s: float) -> None:
         assert known.capacity_bps == 0.0 and known.cap_bps is None
     else:
         assert known.capacity_bps == pytest.approx(rate, rel=0.05)
+
+
+@pytest.mark.parametrize("outage_s", [1.0, 3.0, 8.0])
+@pytest.mark.parametrize("at_s", [2.0, 6.3, 11.9, 17.4])
+def test_an_outage_is_no_capacity(at_s: float, outage_s: float) -> None:
+    """Nothing arrives and the kernel's round trips stand still where they were, above a queue or not."""
+    world = World(100e6)
+    world.run(at_s)
+    [path] = world.paths
+    samples = path.move()
+    for stale in (samples, [replace(s, rtt_s=path.rtt_s + 0.05) for s in samples]):
+        for _ in range(round(outage_s / TICK_S)):
+            world.now += TICK_S
+            plans = world.egress.step(world.now, stale)
+            assert all((plan.pacing_bps or inf) > 50e3 for plan in plans.values()), "never to nothing"
+        known = world.egress.estimate("d0")
+        assert known is not None and known.capacity_bps > 50e6
+    assert mean(world.run(5)) > 0.9 * 100e6
