@@ -22,11 +22,12 @@ COST_WEIGHT = 1 / 32
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What was charged for a request that was taken out to be served."""
+    """What was charged for a request that was taken out to be served, and to which queue."""
 
     demand: Demand
     cost: float
     is_due: bool
+    queue: ClassQueue
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +98,7 @@ class FairQueue:
             raise IndexError("no request waits")
         waiting = queue.tenants.pop()
         self._forget(queue, waiting.demand)
-        charge = Charge(waiting.demand, waiting.cost, is_due)
+        charge = Charge(waiting.demand, waiting.cost, is_due, queue)
         if not is_due:
             priority = queue.facts.priority
             self._spare_now[priority] = max(self._spare_now.get(priority, 0.0), queue.spare_tag)
@@ -115,8 +116,13 @@ class FairQueue:
         return demand
 
     def settle(self, charge: Charge, cost: float) -> None:
-        """A served request has ended, and this is what it did cost."""
-        queue, difference = self.class_of(charge.demand.service_class), cost - charge.cost
+        """A served request has ended, and this is what it did cost.
+
+        What was charged before other classes were taken over is in no counter any more.
+        """
+        queue, difference = charge.queue, cost - charge.cost
+        if self.classes.get(queue.facts.name) is not queue:
+            return
         self._charge(queue, difference, is_due=charge.is_due)
         queue.tenants.settle(charge.demand.tenant, difference)
 

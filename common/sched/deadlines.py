@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from math import inf, isinf
+from math import isinf
 from typing import Protocol, TypeVar
 
 PATIENCE_S = 30.0
@@ -54,14 +54,14 @@ def in_order(prompts: Iterable[D], now: float) -> list[D]:
 
     The earliest due go first, and whenever that makes one late, the one with most work among those so far is put off:
     no order has more on time (Moore, An n job, one machine sequencing algorithm for minimizing the number of late jobs,
-    Management Science 1968). Those put off follow, the least work first. Who is late, or has no time set, and must
-    begin now to be done within PATIENCE_S, goes before all others. Without times that is the order of arrival.
+    Management Science 1968). Those put off follow, the least work first. Who has been late, or waited without a time,
+    for PATIENCE_S goes before all others. Without times that is the order of arrival.
     """
     overdue: list[D] = []
     rest: list[D] = []
     for prompt in prompts:
-        (overdue if now + prompt.left_s >= _waits_until(prompt, now) else rest).append(prompt)
-    overdue.sort(key=lambda p: (_waits_until(p, now), p.seq_id))
+        (overdue if now >= _waits_until(prompt) else rest).append(prompt)
+    overdue.sort(key=lambda p: (_waits_until(p), p.seq_id))
     rest.sort(key=lambda p: (p.due_at, p.seq_id))
     free_at = now + sum(p.left_s for p in overdue)
     chosen: list[tuple[float, int]] = []
@@ -77,8 +77,6 @@ def in_order(prompts: Iterable[D], now: float) -> list[D]:
     return [*overdue, *(p for p in rest if p.seq_id not in late), *put_off]
 
 
-def _waits_until(prompt: Due, now: float) -> float:
-    """When it must be done, whoever else is due: inf while it may not be late."""
-    if isinf(prompt.due_at):
-        return prompt.arrived_at + PATIENCE_S
-    return prompt.due_at + PATIENCE_S if prompt.due_at < now else inf
+def _waits_until(prompt: Due) -> float:
+    """From then on whoever else is due has to wait."""
+    return (prompt.arrived_at if isinf(prompt.due_at) else prompt.due_at) + PATIENCE_S

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -120,11 +119,21 @@ def test_other_classes_by_reload_lose_nothing():
     queue.reclassify((ServiceClass("low", 3, 0.5), ServiceClass("new", 1, 0.5)))
     assert (len(queue), queue.num_tokens) == (30, 300)
     assert {queue.pop().demand.request_id for _ in range(30)} == {f"{n}" for n in range(30)}
-    push(queue, demand("last"))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3])
+def test_what_was_charged_before_a_reload_is_settled_against_nothing_that_came_after(share):
+    queue = FairQueue(CLASSES)
+    push(queue, demand("long", 1000, "high"))
     charge = queue.pop()
-    queue.settle(replace(charge, demand=replace(charge.demand, service_class="gone")), 5.0)
-    push(queue, demand("after"))
-    assert queue.pop().demand.request_id == "after"
+    queue.reclassify((ServiceClass("high", 10, 1 - share), ServiceClass("low", 0, share)))
+    queue.settle(charge, 5.0)
+    assert queue.served == 0.0
+    for n in range(100):
+        push(queue, demand(f"h{n}", 10, "high"))
+        push(queue, demand(f"l{n}", 10, "low"))
+    served = Counter(queue.pop().demand.service_class for _ in range(100))
+    assert served["low"] == pytest.approx(100 * share, abs=2)
 
 
 names = st.sampled_from(["high", "mid", "low", "unheard of"])
