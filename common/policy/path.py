@@ -28,6 +28,8 @@ CRUISE, PROBE, DRAIN = 0.995, 1.12, 0.9
 PROBE_S, MAX_DRAIN_S, PROBE_RTTS = 0.3, 2.0, 4
 # Never to less: below it there is no queue worth the control, and after an outage next to nothing was seen to arrive.
 LEAST_CAP_BPS = 256e3
+# A probe was carried whole if the capacity grew by this part of what it went beyond.
+WHOLE = 0.6
 # From one probe to the next: short while the capacity is new, which may have been measured in a bad moment and would
 # hold the links down until the next probe; twice as long after each that found no more.
 FIRST_CRUISE_S, CRUISE_S = 1.0, 8.0
@@ -200,10 +202,13 @@ class Path:
                 self._cruise_s = min(2 * self._cruise_s, CRUISE_S)
                 self._enter(Mode.DRAIN, now)
             elif age >= max(PROBE_S, PROBE_RTTS * self._min_rtt_s):
-                # A larger capacity was taken over above; a probe that found one is followed by the next at once.
-                has_found = self.capacity_bps > self._probed_bps
-                self._cruise_s = FIRST_CRUISE_S if has_found else min(2 * self._cruise_s, CRUISE_S)
-                self._enter(Mode.PROBE if has_found else Mode.DRAIN, now, self._probe if has_found else PROBE)
+                # A larger capacity was taken over above; a probe that found one is followed by the next at once, and
+                # one that was carried whole by a bolder one: after an outage little may have been taken for all.
+                found = self.capacity_bps / self._probed_bps - 1.0 if self._probed_bps else 0.0
+                is_whole = found > WHOLE * (self._probe - 1.0)
+                bolder = min(STALE_PROBE, 2.0 * self._probe - 1.0) if is_whole else self._probe
+                self._cruise_s = FIRST_CRUISE_S if found > 0 else min(2 * self._cruise_s, CRUISE_S)
+                self._enter(Mode.PROBE if found > 0 else Mode.DRAIN, now, bolder if found > 0 else PROBE)
         else:
             self._cruise(now, age, goodput, is_queued=is_queued)
 

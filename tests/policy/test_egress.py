@@ -386,3 +386,16 @@ def test_an_outage_is_no_capacity(at_s: float, outage_s: float) -> None:
         known = world.egress.estimate("d0")
         assert known is not None and known.capacity_bps > 50e6
     assert mean(world.run(5)) > 0.9 * 100e6
+
+
+@pytest.mark.parametrize("rate_bps", [0.7e6, 5e6, 30e6])
+@pytest.mark.parametrize("seconds", [3, 15])
+def test_what_little_was_taken_for_all_is_left_behind_soon(rate_bps: float, seconds: int) -> None:
+    world = World(100e6)
+    world.run(10)
+    [path] = world.paths
+    path.rate_bps = rate_bps
+    world.run(seconds)
+    path.rate_bps = 100e6
+    world.run(9)
+    assert mean(world.run(3)) > 0.9 * 100e6
