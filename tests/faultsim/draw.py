@@ -55,7 +55,15 @@ def draw(seed: int) -> Script:
         inline_bytes=rng.choice((None, None, 0)),
     )
     chance = _chance_of_caches(seed)
-    return script if chance is None else _with_caches(chance, script)
+    return _with_due_times(
+        random.Random(f"due times of {seed}"), script if chance is None else _with_caches(chance, script)
+    )
+
+
+def _with_due_times(rng: random.Random, script: Script) -> Script:
+    """The same where half of what is asked for is due at some time."""
+    wants = [replace(w, due_s=rng.choice((None, None, None, None, 0.0, 0.2, 1.0, 5.0))) for w in script.wants]
+    return replace(script, wants=wants)
 
 
 def has_caches(seed: int) -> bool:
@@ -113,7 +121,6 @@ def _want(rng: random.Random, number: int, plan: Plan, num_decodeds: int, num_pr
         num_tokens=num_tokens,
         start=start,
         deadline_s=rng.choice((0.1, 0.6, 3.0, 20.0)) if rng.random() < 0.3 else None,
-        due_s=rng.choice((0.0, 0.2, 1.0, 5.0)) if rng.random() < 0.5 else None,
         cancel_s=rng.choice((0.0, 0.05, 0.3, 1.0)) * rng.random() if rng.random() < 0.15 else None,
         num_output=rng.choice((1, 1, 1, 4)),
         pushes=0 < start < num_tokens and rng.random() < 0.6,
