@@ -29,7 +29,7 @@ from common.policy.egress import Egress, EgressLimits
 from common.profiler import Node, Profiler
 from common.profiles import load_profile
 from common.release import version
-from common.sched.deadlines import in_order
+from common.sched.deadlines import send_order
 from common.wire.codec import CODECS
 from common.wire.connection import Closed
 from common.wire.session import StreamRefused
@@ -118,7 +118,7 @@ class PrefillService:
         self._server = PrefillServer(
             end, link_options(config), self._handler, load=self._load, egress=self._egress, trace=self._trace
         )
-        self._server.order = in_order
+        self._server.order = send_order
         self._server.choosers = {codec: CodecChoice() for codec in CODECS if codec != "raw"}
         self._server.on_refused, self._server.on_lost = self._on_refused, self._on_lost
         self._server.on_stream_refused = self._on_stream_refused

@@ -39,6 +39,7 @@ _MODES: dict[str, Mode] = {
     "adaptive": "adaptive", "threshold": "threshold", IN_ORDER: "threshold",
     "local-only": "local-only", "remote-only": "remote-only",
 }  # fmt: skip
+_ORDERED = ("adaptive", IN_ORDER)
 _SHARING = 16  # limits.max_running_requests of a prefilld
 CACHE_TOKENS = 20e6
 TPOT_S = 0.025
@@ -147,7 +148,7 @@ def _case(cell: Cell) -> Scenario:
 def run(cell: Cell, policy: str, weights: Weights = WEIGHTS, slo_names: tuple[str, ...] = SLOS) -> list[Outcome]:
     """One run, or one for each SLO where the policy, or the order of sending, looks at it."""
     best, roles, rate_rps = tuned(cell)
-    names = [(name,) for name in slo_names] if policy in ("adaptive", IN_ORDER) else [slo_names]
+    names = [(name,) for name in slo_names] if policy in _ORDERED else [slo_names]
     return [_one(cell, policy, roles[policy], best, rate_rps, weights, told) for told in names]
 
 
@@ -155,14 +156,11 @@ def _one(
     cell: Cell, policy: str, roles: Solution, best: Solution, rate_rps: float, weights: Weights,
     slo_names: tuple[str, ...],
 ) -> Outcome:  # fmt: skip
-    is_ordered, mode = policy in ("adaptive", IN_ORDER), _MODES[policy]
-    looks_at = slo(slo_names[0]).ttft_s if is_ordered else None
-    sites = deployment(_case(cell), roles)
-    if is_ordered and cell.has_order:
-        sites = replace(sites, sends_in_order=True, max_sharing=(_SHARING, _SHARING))
-    else:
-        sites = replace(sites, sends_in_order=False)
-    cluster = Cluster(sites, rules(mode, best, weights), ttft_slo=looks_at)
+    looks_at = slo(slo_names[0]).ttft_s if policy in _ORDERED else None
+    is_ordered = policy in _ORDERED and cell.has_order
+    sharing = _SHARING if is_ordered else 1
+    sites = replace(deployment(_case(cell), roles), sends_in_order=is_ordered, max_sharing=(sharing, sharing))
+    cluster = Cluster(sites, rules(_MODES[policy], best, weights), ttft_slo=looks_at)
     requests = arrive(_workload(cell).shapes, rate_rps, np.random.default_rng(cell.seed + 100), cv=cell.cv)
     done = cluster.run(requests)
     met = {name: sum(map(slo(name).is_met, done)) for name in slo_names}

@@ -2,16 +2,17 @@
 
 Pure: instants and remaining work come in, an order comes out, asked anew whenever one may give way to another. Knows
 neither nodes nor links: work is seconds of whatever the prompts share. Asked by turns.py, by the network of prefilld,
-which gets it from there, and by the simulator's links.
+to which the daemon gives it, and by the simulator's links.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from math import isinf
 from typing import Protocol, TypeVar
+
+from common.linkfacts import Sending
 
 PATIENCE_S = 30.0
 """So long after its due time, or after its arrival where it has none, a prompt gives way to none that came later."""
@@ -23,7 +24,6 @@ class Due(Protocol):
     Attributes:
         seq_id: order of arrival, unique.
         arrived_at, due_at: until the latter it counts as on time; inf: it may come whenever.
-        left_s: what it still takes alone.
     """
 
     @property
@@ -32,25 +32,13 @@ class Due(Protocol):
     def arrived_at(self) -> float: ...
     @property
     def due_at(self) -> float: ...
-    @property
-    def left_s(self) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A Due that is nothing more."""
-
-    seq_id: int
-    arrived_at: float
-    due_at: float
-    left_s: float
 
 
 D = TypeVar("D", bound=Due)
 
 
-def in_order(prompts: Iterable[D], now: float) -> list[D]:
-    """All of them in the order in which to serve them.
+def in_order(prompts: Iterable[D], now: float, left_s: Callable[[D], float]) -> list[D]:
+    """All of them in the order in which to serve them; `left_s` answers how long one still takes alone.
 
     The earliest due go first, and whenever that makes one late, the one with most work among those so far is put off:
     no order has more on time (Moore, An n job, one machine sequencing algorithm for minimizing the number of late jobs,
@@ -63,18 +51,24 @@ def in_order(prompts: Iterable[D], now: float) -> list[D]:
         (overdue if now >= _waits_until(prompt) else rest).append(prompt)
     overdue.sort(key=lambda p: (_waits_until(p), p.seq_id))
     rest.sort(key=lambda p: (p.due_at, p.seq_id))
-    free_at = now + sum(p.left_s for p in overdue)
+    free_at = now + sum(map(left_s, overdue))
     chosen: list[tuple[float, int]] = []
-    late: set[int] = set()
+    late: dict[int, float] = {}  # what those put off still take
     for prompt in rest:
-        heappush(chosen, (-prompt.left_s, -prompt.seq_id))
-        free_at += prompt.left_s
+        took_s = left_s(prompt)
+        heappush(chosen, (-took_s, -prompt.seq_id))
+        free_at += took_s
         if free_at > prompt.due_at:
-            left_s, seq_id = heappop(chosen)
-            free_at += left_s
-            late.add(-seq_id)
-    put_off = sorted((p for p in rest if p.seq_id in late), key=lambda p: (p.left_s, p.seq_id))
+            least, seq_id = heappop(chosen)
+            free_at += least
+            late[-seq_id] = -least
+    put_off = sorted((p for p in rest if p.seq_id in late), key=lambda p: (late[p.seq_id], p.seq_id))
     return [*overdue, *(p for p in rest if p.seq_id not in late), *put_off]
+
+
+def send_order(states: Sequence[Sending], now: float) -> list[Sending]:
+    """The same for states that wait for a path: a SendOrder of common/linkfacts.py."""
+    return in_order(states, now, lambda state: state.left_s)
 
 
 def _waits_until(prompt: Due) -> float:

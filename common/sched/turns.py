@@ -9,22 +9,16 @@ from collections.abc import Callable, Iterable
 from math import inf
 from typing import Protocol, TypeVar
 
-from common.sched.deadlines import Work, in_order
+from common.sched.deadlines import Due, in_order
 
 
-class Waiting(Protocol):
+class Waiting(Due, Protocol):
     """A prompt with chunks left to compute; see common/sched/sequence.py."""
 
-    @property
-    def seq_id(self) -> int: ...
     @property
     def priority(self) -> int: ...
     @property
     def num_remaining(self) -> int: ...
-    @property
-    def arrived_at(self) -> float: ...
-    @property
-    def due_at(self) -> float: ...
 
     last_turn: int
 
@@ -71,5 +65,4 @@ class Turns:
         if self._count % 2:
             highest = max(p.priority for p in ready)
             ready = [p for p in ready if p.priority == highest]
-        order = in_order([Work(p.seq_id, p.arrived_at, p.due_at, left_s(p)) for p in ready], now)
-        return next(p for p in ready if p.seq_id == order[0].seq_id)
+        return in_order(ready, now, left_s)[0]

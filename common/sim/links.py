@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from common.linkfacts import Sending
-from common.sched.deadlines import in_order
+from common.sched.deadlines import send_order
 from common.sim.loop import Loop
 from common.sim.workload import SimRequest
 
@@ -171,10 +171,10 @@ class OrderedLink(Link):
             return
         byte_s = 8 * (len(self._first) + 1) / self.rate_bps if self.rate_bps > 0 else 0.0
         states = [
-            Sending(number, r.arrived_at, r.due_at, byte_s * max(0.0, r.left_bytes))
-            for number, r in ((number, each.request) for number, each in transfers.items())
+            Sending(r.number, r.arrived_at, r.due_at, byte_s * max(0.0, r.left_bytes))
+            for r in (each.request for each in transfers.values())
         ]
-        self._first[node] = transfers[in_order(states, self._loop.now)[0].seq_id]
+        self._first[node] = transfers[send_order(states, self._loop.now)[0].seq_id]
 
     def _serve(self, num_bytes: float) -> None:
         for transfer in self._first.values():

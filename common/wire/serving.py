@@ -1,7 +1,7 @@
 """prefilld's streams for one client process, without I/O; they outlive control links (lease, Resume).
 
-Messages in, events out; pieces are pulled with `next_piece(link)`; after each call on a
-SendStream the caller runs `settle(stream)`. Knows no socket, clock, thread or codec. Called by net/server.py.
+Messages in, events out; pieces are pulled with `next_piece(link)`; after each call on a SendStream the caller runs
+`settle(stream)`. Knows no socket, clock, thread or codec. Called by net/server.py.
 """
 
 from __future__ import annotations

@@ -125,8 +125,6 @@ class Session:
         self._first: tuple[int, ...] = ()
         self.peer: HelloAck | None = None
         self.is_attached = False
-        self.num_moves = 0
-        """Segments that have landed and words of progress, over all streams: while it grows the peer is at work."""
         self.detached_at = 0.0
         self._last_id = 0
         self._outbox: list[Out] = []
@@ -180,6 +178,8 @@ class ClientSession(Session):
     def __init__(self, ours: HelloAck, layout: StateLayout, credit_bytes: int, *, is_sealed: bool = False) -> None:
         super().__init__(ours, layout, credit_bytes, is_sealed=is_sealed)
         self.streams: dict[int, ReceiveStream] = {}
+        self.num_moves = 0
+        """Segments that have landed and words of progress, over all streams: while it grows the peer is at work."""
 
     # ---- control link
 

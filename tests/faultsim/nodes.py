@@ -20,7 +20,7 @@ from common.policy.admission import AdmissionController, AdmissionLimits
 from common.policy.egress import Egress, EgressLimits
 from common.policy.fallback import FallbackBudget
 from common.policy.views import PushMode
-from common.sched.deadlines import in_order
+from common.sched.deadlines import send_order
 from decoded.config import DecodeConfig, PeerConfig
 from decoded.dispatch import Dispatcher
 from decoded.peers import PeerSet
@@ -201,7 +201,7 @@ class Prefilld(Node):
         self.server = PrefillServer(
             self.end(), plan.server_options, self.handler, load=self._load, egress=egress, trace=self._trace()
         )
-        self.server.order = in_order
+        self.server.order = send_order
         self.server.on_stream_refused = lambda event, peer: world.count(f"path: refused {event.error.wire_code}")
         self.feed = CacheFeed(self.backend.cache, self.server) if self.backend.cache is not None else None
         await self.server.start(self.host, PORT)

@@ -12,7 +12,7 @@ from common.linkfacts import Sending
 from common.net.options import LinkOptions
 from common.net.pool import RemotePrefill
 from common.net.server import ServerStream
-from common.sched.deadlines import in_order
+from common.sched.deadlines import send_order
 from tests.net.rig import WIDE, Rig, on_uvloop, rigged
 from tests.wire.kit import Sink
 
@@ -70,7 +70,7 @@ async def test_states_go_one_after_the_other_as_they_were_asked_for():
 async def test_what_is_due_goes_first():
     async with rigged(WIDE, OPTIONS, proxy=True) as rig:
         for peer in rig.server._peers.values():
-            peer.ordering.order = in_order
+            peer.ordering.order = send_order
         asked = {"first": {"due_s": 10.0}, "late": {"due_s": 0.0}, "any": {}, "later": {"due_s": 50.0}}
         asked["soon"] = {"due_s": 20.0}
         assert await order_of_ends(rig, await all_waiting(rig, asked)) == ["first", "soon", "later", "any", "late"]

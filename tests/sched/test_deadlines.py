@@ -22,8 +22,12 @@ class Prompt:
     arrived_at: float = 0.0
 
 
+def ordered(prompts: list[Prompt], now: float) -> list[Prompt]:
+    return in_order(prompts, now, lambda p: p.left_s)
+
+
 def order_of(prompts: list[Prompt], now: float) -> list[int]:
-    return [p.seq_id for p in in_order(prompts, now)]
+    return [p.seq_id for p in ordered(prompts, now)]
 
 
 def num_on_time(prompts: list[Prompt], now: float) -> int:
@@ -40,7 +44,7 @@ def test_no_order_has_more_on_time(seed: int) -> None:
     rng = Random(seed)
     now = rng.uniform(0, 3)
     prompts = [Prompt(n, rng.randint(0, 12) + rng.random(), rng.randint(1, 5) / 2) for n in range(rng.randint(1, 6))]
-    found = in_order(prompts, now)
+    found = ordered(prompts, now)
     best = max(num_on_time(list(each), now) for each in permutations(prompts))
     assert sorted(p.seq_id for p in found) == list(range(len(prompts)))
     assert num_on_time(found, now) == best
@@ -76,7 +80,7 @@ def test_a_flood_that_could_be_on_time_starves_nobody(due_at: float) -> None:
     waiting = [Prompt(0, due_at, 6.0)]
     for count in range(1, 200):
         waiting.append(Prompt(count, now + 2.0, step_s, now))
-        first = in_order(waiting, now)[0]
+        first = ordered(waiting, now)[0]
         now += step_s
         waiting = [replace(p, left_s=p.left_s - step_s) if p is first else p for p in waiting]
         done |= {p.seq_id: now for p in waiting if p.left_s <= 0}
